@@ -61,7 +61,7 @@ class TorchOps:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, heads: int, channels: int, *, fp32: bool
     ) -> Tensor:
-        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.reshape(*t.shape[:2], heads, -1).transpose(1, 2) for t in (q, k, v))
         if fp32:
             q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(q, k, v)
@@ -80,7 +80,7 @@ class TorchOps:
         return x.flatten(2).transpose(1, 2)
 
     def to_map(self, x: Tensor, like: Tensor) -> Tensor:
-        return x.transpose(1, 2).unflatten(2, like.shape[-2:])
+        return x.transpose(1, 2).reshape(*x.shape[::2], *like.shape[-2:])
 
     def double(self, x: Tensor) -> Tensor:
         return F.interpolate(x, scale_factor=2.0, mode="nearest")

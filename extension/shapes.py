@@ -77,7 +77,7 @@ class Shape:
 
     def divides_evenly(self, levels: int) -> bool:
         """Whether ``levels`` resolutions halve the latent without a remainder."""
-        step = 2 ** (levels - 1)
+        step = 1 << (levels - 1)
         return self.height % step == 0 and self.width % step == 0
 
     def to_json(self) -> dict[str, Any]:

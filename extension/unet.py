@@ -244,7 +244,7 @@ class _UNet(Generic[T]):
         h = ops.conv(h, f"{name}.out_layers.3", (out, out, 3))
         if channels != out:
             x = ops.conv(x, f"{name}.skip_connection", (out, channels, 1))
-        return ops.add(x, h)
+        return ops.add(h, x)
 
     def _transformer(self, x: T, name: str, channels: int, depth: int) -> T:
         if not depth:

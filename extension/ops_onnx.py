@@ -1,0 +1,265 @@
+"""The UNet as an ONNX graph: no torch, no host, and never a weight in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .architecture import NORM_GROUPS
+
+OPSET = 21
+IR_VERSION = 10
+MAX_PERIOD = 10000.0
+LAYER_NORM_EPS = 1e-5
+
+Dim = int | str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph: its name, and its dimensions (a string is a symbol)."""
+
+    name: str
+    dims: tuple[Dim, ...]
+
+
+def element_type(dtype: str) -> int:
+    """ONNX element type of ``fp16``, ``fp32`` or ``bf16``."""
+    from onnx import TensorProto
+
+    return int(
+        {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT, "bf16": TensorProto.BFLOAT16}[
+            dtype
+        ]
+    )
+
+
+class OnnxOps:
+    """Interpreter that writes nodes; a value is a tensor's name and dimensions.
+
+    Attributes:
+        nodes: the graph's nodes in order.
+        initializers: small constants (shapes, scales, frequencies), each stored once.
+        parameters: LDM name to shape of every parameter used, in order.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        from onnx import helper
+
+        self._helper = helper
+        self.dtype = dtype
+        self.nodes: list[Any] = []
+        self.initializers: dict[str, Any] = {}
+        self.parameters: dict[str, tuple[int, ...]] = {}
+        self._used: dict[str, int] = {}
+
+    # Values and constants
+
+    def _node(self, kind: str, inputs: Sequence[str], label: str, **attributes: Any) -> str:
+        number = self._used[label] = self._used.get(label, -1) + 1
+        name = f"/{label}" + (f"_{number}" if number else "")
+        node = self._helper.make_node(kind, list(inputs), [name], name=name, **attributes)
+        self.nodes.append(node)
+        return name
+
+    def _constant(self, values: Sequence[float], dims: Sequence[int], dtype: str) -> str:
+        """A constant of ``dtype`` (``int64`` or a float type), shared by equal uses."""
+        from onnx import TensorProto
+
+        kind = TensorProto.INT64 if dtype == "int64" else element_type(dtype)
+        digest = "_".join(map(repr, values)) if len(values) <= 4 else f"table{len(values)}"
+        name = f"const/{dtype}/{'x'.join(map(str, dims))}/{digest}"
+        if name not in self.initializers:
+            tensor = self._helper.make_tensor(name, kind, list(dims), list(values))
+            self.initializers[name] = tensor
+        return name
+
+    def _shape(self, values: Sequence[int]) -> str:
+        return self._constant(values, [len(values)], "int64")
+
+    def _parameter(self, name: str, shape: tuple[int, ...]) -> str:
+        self.parameters[name] = shape
+        return name
+
+    def _cast(self, name: str, dtype: str, label: str) -> str:
+        return self._node("Cast", [name], label, to=element_type(dtype))
+
+    # Layers
+
+    def timestep_embedding(self, timesteps: Value, channels: int) -> Value:
+        half = channels // 2
+        table = [math.exp(-math.log(MAX_PERIOD) * i / half) for i in range(half)]
+        frequencies = self._constant(table, [1, half], "fp32")
+        column = self._node("Reshape", [timesteps.name, self._shape([-1, 1])], "time/column")
+        angles = self._node("Mul", [column, frequencies], "time/angles")
+        parts = [self._node(op, [angles], f"time/{op.lower()}") for op in ("Cos", "Sin")]
+        out = self._node("Concat", parts, "time/embedding", axis=1)
+        if self.dtype != "fp32":
+            out = self._cast(out, self.dtype, "time/cast")
+        return Value(out, (timesteps.dims[0], channels))
+
+    def linear(self, x: Value, name: str, shape: tuple[int, int], *, bias: bool = True) -> Value:
+        weight = self._parameter(f"{name}.weight", shape)
+        inputs = [self._parameter(f"{name}.bias", shape[:1])] if bias else []
+        dims = (*x.dims[:-1], shape[0])
+        if len(x.dims) == 2:
+            return Value(self._node("Gemm", [x.name, weight, *inputs], name, transB=1), dims)
+        transposed = self._node("Transpose", [weight], f"{name}/transposed", perm=[1, 0])
+        out = self._node("MatMul", [x.name, transposed], name)
+        if bias:
+            out = self._node("Add", [out, *inputs], f"{name}/bias")
+        return Value(out, dims)
+
+    def conv(self, x: Value, name: str, shape: tuple[int, int, int], *, stride: int = 1) -> Value:
+        out, channels, kernel = shape
+        weight = self._parameter(f"{name}.weight", (out, channels, kernel, kernel))
+        bias = self._parameter(f"{name}.bias", (out,))
+        attributes = {
+            "kernel_shape": [kernel] * 2,
+            "pads": [kernel // 2] * 4,
+            "strides": [stride] * 2,
+        }
+        result = self._node("Conv", [x.name, weight, bias], name, **attributes)
+        size = x.dims[2:] if stride == 1 else tuple(_half(d) for d in x.dims[2:])
+        return Value(result, (x.dims[0], out, *size))
+
+    def group_norm(self, x: Value, name: str, channels: int, eps: float) -> Value:
+        affine = self._affine(name, channels)
+        attributes = {"num_groups": NORM_GROUPS, "epsilon": eps}
+        return Value(
+            self._node("GroupNormalization", [x.name, *affine], name, **attributes), x.dims
+        )
+
+    def layer_norm(self, x: Value, name: str, channels: int) -> Value:
+        affine = self._affine(name, channels)
+        attributes = {"axis": -1, "epsilon": LAYER_NORM_EPS}
+        return Value(
+            self._node("LayerNormalization", [x.name, *affine], name, **attributes), x.dims
+        )
+
+    def _affine(self, name: str, channels: int) -> list[str]:
+        return [self._parameter(f"{name}.{part}", (channels,)) for part in ("weight", "bias")]
+
+    def silu(self, x: Value) -> Value:
+        gate = self._node("Sigmoid", [x.name], f"{x.name[1:]}/sigmoid")
+        return Value(self._node("Mul", [x.name, gate], f"{x.name[1:]}/silu"), x.dims)
+
+    def geglu(self, x: Value, name: str, channels: int, inner: int) -> Value:
+        both = self.linear(x, name, (2 * inner, channels))
+        halves = [f"/{name}/value", f"/{name}/gate"]
+        split = self._helper.make_node(
+            "Split", [both.name], halves, name=f"/{name}/split", axis=-1, num_outputs=2
+        )
+        self.nodes.append(split)
+        gate = self._node("Gelu", [halves[1]], f"{name}/gelu")
+        return Value(self._node("Mul", [halves[0], gate], f"{name}/geglu"), (*x.dims[:-1], inner))
+
+    def attention(
+        self, q: Value, k: Value, v: Value, heads: int, channels: int, *, fp32: bool
+    ) -> Value:
+        label = q.name[1:].removesuffix(".to_q")
+        parts = [self._split_heads(t, heads, channels) for t in (q, k, v)]
+        dtype = "fp32" if fp32 else self.dtype
+        if dtype != self.dtype:
+            parts = [self._cast(name, dtype, f"{name[1:]}/fp32") for name in parts]
+        query = self._scaled(parts[0], channels // heads, dtype, label)
+        key = self._node("Transpose", [parts[1]], f"{label}/key", perm=[0, 2, 3, 1])
+        query = self._node("Transpose", [query], f"{label}/query", perm=[0, 2, 1, 3])
+        value = self._node("Transpose", [parts[2]], f"{label}/value", perm=[0, 2, 1, 3])
+        scores = self._node("MatMul", [query, key], f"{label}/scores")
+        weights = self._node("Softmax", [scores], f"{label}/softmax", axis=-1)
+        out = self._node("MatMul", [weights, value], f"{label}/weighted")
+        if dtype != self.dtype:
+            out = self._cast(out, self.dtype, f"{label}/cast")
+        out = self._node("Transpose", [out], f"{label}/joined", perm=[0, 2, 1, 3])
+        out = self._node("Reshape", [out, self._shape([0, 0, channels])], f"{label}/attended")
+        return Value(out, q.dims)
+
+    def _split_heads(self, x: Value, heads: int, channels: int) -> str:
+        shape = self._shape([0, 0, heads, channels // heads])
+        return self._node("Reshape", [x.name, shape], f"{x.name[1:]}/heads")
+
+    def _scaled(self, query: str, width: int, dtype: str, label: str) -> str:
+        """Scale by 1/sqrt(width); in fp32 where the compute dtype cannot hold that exactly."""
+        scale = 1 / math.sqrt(width)
+        exact = dtype == "fp32" or math.log2(scale).is_integer()
+        if not exact:
+            query = self._cast(query, "fp32", f"{label}/to_fp32")
+        factor = self._constant([scale], [], dtype if exact else "fp32")
+        query = self._node("Mul", [query, factor], f"{label}/scaled")
+        return query if exact else self._cast(query, dtype, f"{label}/from_fp32")
+
+    def add(self, a: Value, b: Value) -> Value:
+        return Value(self._node("Add", [a.name, b.name], f"{a.name[1:]}/sum"), a.dims)
+
+    def add_embedding(self, x: Value, embedding: Value) -> Value:
+        shape = self._shape([0, 0, 1, 1])
+        wide = self._node("Reshape", [embedding.name, shape], f"{embedding.name[1:]}/map")
+        return Value(self._node("Add", [x.name, wide], f"{x.name[1:]}/embedded"), x.dims)
+
+    def concat(self, a: Value, b: Value) -> Value:
+        name = self._node("Concat", [a.name, b.name], f"{a.name[1:]}/skip", axis=1)
+        channels = a.dims[1] + b.dims[1]  # type: ignore[operator]
+        return Value(name, (a.dims[0], channels, *a.dims[2:]))
+
+    def to_tokens(self, x: Value) -> Value:
+        flat = self._node("Reshape", [x.name, self._shape([0, 0, -1])], f"{x.name[1:]}/flat")
+        name = self._node("Transpose", [flat], f"{x.name[1:]}/tokens", perm=[0, 2, 1])
+        return Value(name, (x.dims[0], "tokens", x.dims[1]))
+
+    def to_map(self, x: Value, like: Value) -> Value:
+        channels_first = self._node("Transpose", [x.name], f"{x.name[1:]}/rows", perm=[0, 2, 1])
+        size = like.dims[2:]
+        if _known(size):
+            shape = self._shape([0, 0, *size])  # type: ignore[list-item]
+        else:
+            shape = self._join_shape(self._shape([0, 0]), like)
+        name = self._node("Reshape", [channels_first, shape], f"{x.name[1:]}/map")
+        return Value(name, (x.dims[0], x.dims[2], *size))
+
+    def double(self, x: Value) -> Value:
+        scales = self._constant([1.0, 1.0, 2.0, 2.0], [4], "fp32")
+        name = self._resize([x.name, "", scales], x)
+        return Value(name, (*x.dims[:2], *(_double(d) for d in x.dims[2:])))
+
+    def resize(self, x: Value, like: Value) -> Value:
+        target = like.dims[2:]
+        if _known(target):
+            if target == x.dims[2:]:
+                return x
+            if target == tuple(_double(d) for d in x.dims[2:]):
+                return self.double(x)
+        if _known((*x.dims, *target)):
+            sizes = self._shape([*x.dims[:2], *target])  # type: ignore[list-item]
+        else:
+            head = self._node("Shape", [x.name], f"{x.name[1:]}/head", start=0, end=2)
+            sizes = self._join_shape(head, like)
+        return Value(self._resize([x.name, "", "", sizes], x), (*x.dims[:2], *target))
+
+    def _resize(self, inputs: Sequence[str], x: Value) -> str:
+        return self._node(
+            "Resize",
+            inputs,
+            f"{x.name[1:]}/resized",
+            mode="nearest",
+            coordinate_transformation_mode="asymmetric",
+            nearest_mode="floor",
+        )
+
+    def _join_shape(self, head: str, like: Value) -> str:
+        size = self._node("Shape", [like.name], f"{like.name[1:]}/size", start=2, end=4)
+        return self._node("Concat", [head, size], f"{like.name[1:]}/target", axis=0)
+
+
+def _known(dims: Sequence[Dim]) -> bool:
+    return all(isinstance(dim, int) for dim in dims)
+
+
+def _half(dim: Dim) -> Dim:
+    return -(-dim // 2) if isinstance(dim, int) else f"half_{dim}"
+
+
+def _double(dim: Dim) -> Dim:
+    return 2 * dim if isinstance(dim, int) else f"double_{dim}"
