@@ -59,7 +59,8 @@ class Engine(Protocol):
 
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
-    weight_names: tuple[str, ...]
+    weights: Mapping[str, TensorSpec]
+    activation_bytes: int
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Point weight inputs at tensors that fit their specs; the caller keeps them alive."""

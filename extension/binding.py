@@ -1,0 +1,162 @@
+"""Host tensors to engine inputs: by pointer where everything fits, else an accounted copy.
+
+An input is *bound* when the engine reads the host's own memory; pointer, dtype, device, shape,
+strides and alignment are compared before every call, so contents need no check. It is *staged*
+when a copy in the engine's dtype and layout is needed; a copy is valid for one weights epoch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .engine.interface import Engine, TensorSpec
+from .errors import EngineError
+
+ALIGNMENT = 256
+TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BindingReport:
+    """What one refresh did: counts of inputs by kind, pointers changed, bytes of copies."""
+
+    bound: int
+    staged: int
+    changed: int
+    staged_bytes: int
+
+
+@dataclass
+class _Staged:
+    copy: Tensor
+    source: weakref.ref[Tensor]
+    pointer: int
+    epoch: Hashable
+
+
+@dataclass
+class _State:
+    staged: dict[str, _Staged] = field(default_factory=dict)
+    pointers: dict[str, int] = field(default_factory=dict)
+
+
+def fits(tensor: Tensor, spec: TensorSpec, device: torch.device) -> bool:
+    """Whether the engine can read ``tensor``'s memory as it is."""
+    if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
+        return False
+    if tensor.device != device or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    layout = torch.channels_last if spec.format == "hwc8" else torch.contiguous_format
+    aligned = device.type == "cpu" or tensor.data_ptr() % ALIGNMENT == 0
+    return aligned and tensor.is_contiguous(memory_format=layout)
+
+
+def stage(tensor: Tensor, spec: TensorSpec, device: torch.device, out: Tensor | None) -> Tensor:
+    """Copy ``tensor`` in the engine's dtype and layout, into ``out`` where there is one."""
+    layout = torch.channels_last if spec.format == "hwc8" else torch.contiguous_format
+    if out is None:
+        out = torch.empty(
+            spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device, memory_format=layout
+        )
+    return out.copy_(tensor)
+
+
+class Binding:
+    """The weights of one loaded engine.
+
+    Args:
+        engine: the engine to bind.
+        device: where it runs.
+        staging_budget: bytes of copies allowed; None is no limit.
+    """
+
+    def __init__(
+        self, engine: Engine, device: torch.device, *, staging_budget: int | None = None
+    ) -> None:
+        self.engine = engine
+        self.device = device
+        self.staging_budget = staging_budget
+        self._state = _State()
+
+    def refresh(self, weights: Mapping[str, Tensor], epoch: Hashable) -> BindingReport:
+        """Make every weight input read ``weights`` as they are now.
+
+        Cheap when nothing changed: one comparison per input. Copies are redone when ``epoch``,
+        or the tensor behind them, changed.
+
+        Raises:
+            EngineError: a weight is missing or has another shape, or copies exceed the budget;
+                the engine is then unbound and must not run.
+        """
+        changed: dict[str, Tensor] = {}
+        staged = 0
+        for name, spec in self.engine.weights.items():
+            tensor = _pick(weights, name, spec)
+            if fits(tensor, spec, self.device):
+                self._state.staged.pop(name, None)
+            else:
+                tensor = self._stage(name, tensor, spec, epoch)
+                staged += 1
+            pointer = tensor.data_ptr()
+            if self._state.pointers.get(name) != pointer:
+                changed[name] = tensor
+        if changed:
+            self.engine.bind(changed)
+            self._state.pointers.update({n: t.data_ptr() for n, t in changed.items()})
+        return BindingReport(
+            bound=len(self.engine.weights) - staged,
+            staged=staged,
+            changed=len(changed),
+            staged_bytes=self.staged_bytes,
+        )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the copies that are held."""
+        copies = (entry.copy for entry in self._state.staged.values())
+        return sum(copy.numel() * copy.element_size() for copy in copies)
+
+    def release(self) -> None:
+        """Drop every copy."""
+        self._state = _State()
+
+    def _stage(self, name: str, tensor: Tensor, spec: TensorSpec, epoch: Hashable) -> Tensor:
+        held = self._state.staged.get(name)
+        if held is not None:
+            same = held.source() is tensor and held.pointer == tensor.data_ptr()
+            if same and held.epoch == epoch:
+                return held.copy
+        else:
+            self._check_budget(name, spec)
+        with torch.no_grad():
+            copy = stage(tensor.detach(), spec, self.device, held.copy if held else None)
+        self._state.staged[name] = _Staged(copy, weakref.ref(tensor), tensor.data_ptr(), epoch)
+        return copy
+
+    def _check_budget(self, name: str, spec: TensorSpec) -> None:
+        if self.staging_budget is None:
+            return
+        size = torch.Size(spec.shape).numel() * TORCH_DTYPES[spec.dtype].itemsize
+        if self.staged_bytes + size > self.staging_budget:
+            raise EngineError(
+                f"Copies of the weights would exceed the {self.staging_budget / 1e6:.0f} MB "
+                f"allowed for them, at '{name}'.",
+                hint="Raise the staging budget, or keep the model in the engine's precision.",
+            )
+
+
+def _pick(weights: Mapping[str, Tensor], name: str, spec: TensorSpec) -> Tensor:
+    tensor = weights.get(name)
+    if tensor is None:
+        raise EngineError(f"The model has no weight '{name}', which the engine needs.")
+    if tuple(tensor.shape) != spec.shape:
+        raise EngineError(
+            f"The weight '{name}' has the shape {tuple(tensor.shape)}; the engine needs "
+            f"{spec.shape}."
+        )
+    return tensor
