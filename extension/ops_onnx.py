@@ -9,7 +9,7 @@ from typing import Any
 
 from .architecture import NORM_GROUPS
 
-OPSET = 21
+OPSET = 22  # the first in which convolutions take bf16
 IR_VERSION = 10
 MAX_PERIOD = 10000.0
 LAYER_NORM_EPS = 1e-5

@@ -80,7 +80,7 @@ def test_heads_and_attention_come_from_the_host():
     assert (arch.num_heads, arch.head_channels) == (0, 64)
     assert arch.fp32_attention
     assert arch.resize == "after"
-    with pytest.raises(UnsupportedModelError, match="320 channels .* 7 heads"):
+    with pytest.raises(UnsupportedModelError, match=r"320 channels .* 7 heads"):
         Architecture.from_shapes(shapes, num_heads=7)
     with pytest.raises(UnsupportedModelError, match="not both"):
         Architecture.from_shapes(shapes, num_heads=8, head_channels=64)
