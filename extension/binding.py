@@ -42,7 +42,22 @@ class _Staged:
 @dataclass
 class _State:
     staged: dict[str, _Staged] = field(default_factory=dict)
+    staged_bytes: int = 0
     pointers: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, name: str, entry: _Staged) -> None:
+        self.drop(name)
+        self.staged[name] = entry
+        self.staged_bytes += _nbytes(entry.copy)
+
+    def drop(self, name: str) -> None:
+        held = self.staged.pop(name, None)
+        if held is not None:
+            self.staged_bytes -= _nbytes(held.copy)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def fits(tensor: Tensor, spec: TensorSpec, device: torch.device) -> bool:
@@ -98,7 +113,7 @@ class Binding:
         for name, spec in self.engine.weights.items():
             tensor = _pick(weights, name, spec)
             if fits(tensor, spec, self.device):
-                self._state.staged.pop(name, None)
+                self._state.drop(name)
             else:
                 tensor = self._stage(name, tensor, spec, epoch)
                 staged += 1
@@ -118,8 +133,7 @@ class Binding:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the copies that are held."""
-        copies = (entry.copy for entry in self._state.staged.values())
-        return sum(copy.numel() * copy.element_size() for copy in copies)
+        return self._state.staged_bytes
 
     def release(self) -> None:
         """Drop every copy."""
@@ -135,7 +149,7 @@ class Binding:
             self._check_budget(name, spec)
         with torch.no_grad():
             copy = stage(tensor.detach(), spec, self.device, held.copy if held else None)
-        self._state.staged[name] = _Staged(copy, weakref.ref(tensor), tensor.data_ptr(), epoch)
+        self._state.hold(name, _Staged(copy, weakref.ref(tensor), tensor.data_ptr(), epoch))
         return copy
 
     def _check_budget(self, name: str, spec: TensorSpec) -> None:

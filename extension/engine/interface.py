@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import SettingError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,6 +37,21 @@ class BuildSpec:
     conv_format: str = "linear"
     io_dtype: str = "fp16"
     weight_inputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("weights mode", self.weights, WEIGHTS_MODES)
+        check_choice("precision", self.io_dtype, DTYPES)
+        check_choice("weight format", self.conv_format, CONV_FORMATS)
+        if self.conv_format == "hwc8" and self.io_dtype == "fp32":
+            raise SettingError(
+                "Convolution weights in HWC8 need a 16-bit precision.", hint="Use fp16 or linear."
+            )
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise SettingError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise SettingError(f"The {name} {value!r} is unknown.", hint=f"Use one of {choices}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,11 @@ class TensorRTBackend:
 
         return build(load_module(self.name), self.name, model, spec, out, progress)
 
-    def load(self, data: bytes, *, device: str, cache: bytes = b"") -> Engine:
+    def load(
+        self, data: bytes, *, device: str, cache: bytes = b"", use_graph: bool = True
+    ) -> Engine:
         """Load verified bytes on a CUDA device, with the kernels of an earlier process."""
         from .trt_runtime import TensorRTEngine
 
-        return TensorRTEngine(load_module(self.name), data, device, cache)
+        module = load_module(self.name)
+        return TensorRTEngine(module, data, device, cache=cache, use_graph=use_graph)

@@ -31,7 +31,7 @@ def build(
     progress(0.0, "reading the graph")
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(model)):
-        faults = [parser.get_error(i).desc() for i in range(parser.num_errors)]
+        faults = [_parser_fault(parser.get_error(i)) for i in range(parser.num_errors)]
         raise _failure("TensorRT cannot read the graph", faults or log.faults)
     if spec.conv_format == "hwc8":
         _use_hwc8(trt, network, set(spec.weight_inputs))
@@ -112,6 +112,10 @@ def _use_hwc8(trt: ModuleType, network: Any, weights: set[str]) -> None:
 def takes_hwc8(shape: tuple[int, ...]) -> bool:
     """Whether a weight of ``shape`` is a 3x3 convolution of whole groups of 8 channels."""
     return len(shape) == 4 and shape[2:] == (3, 3) and shape[1] % HWC8_CHANNELS == 0
+
+
+def _parser_fault(error: Any) -> str:
+    return f"{error.node_operator()} '{error.node_name()}': {error.desc()}"
 
 
 def _failure(what: str, faults: list[str]) -> BuildError:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineError
+from .cuda_graph import CallGraph
 from .interface import TensorSpec
 from .trt_api import CudaEngine, dtype_name
 from .trt_build import make_logger
@@ -23,11 +24,21 @@ class TensorRTEngine:
     """One engine with one execution context and persistent input and output buffers.
 
     ``run`` copies the inputs into the buffers and enqueues on the current stream; the output
-    belongs to the engine and is valid until the next call.
+    belongs to the engine and is valid until the next call. From the second call with the same
+    weight pointers on, the call is one replay of a CUDA graph.
     """
 
-    def __init__(self, trt: ModuleType, data: bytes, device: str, cache: bytes = b"") -> None:
+    def __init__(
+        self,
+        trt: ModuleType,
+        data: bytes,
+        device: str,
+        *,
+        cache: bytes = b"",
+        use_graph: bool = True,
+    ) -> None:
         self.device = torch.device(device)
+        self._graph = CallGraph(self.device) if use_graph else None
         self._log = make_logger(trt)
         with torch.cuda.device(self.device):
             self._runtime = trt.Runtime(self._log)
@@ -105,6 +116,8 @@ class TensorRTEngine:
             if pointer % ALIGNMENT or not self._context.set_tensor_address(name, pointer):
                 raise EngineError(f"The weight '{name}' cannot be bound to the engine.")
             self._bound[name] = pointer
+            if self._graph is not None:
+                self._graph.invalidate()
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one call on the current stream of the engine's device."""
@@ -114,10 +127,16 @@ class TensorRTEngine:
         with torch.cuda.device(self.device):
             for name in self.inputs:
                 self._buffers[name].copy_(inputs[name], non_blocking=True)
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            if not self._context.execute_async_v3(stream):
-                raise self._failure("TensorRT could not run the engine")
+            if self._graph is None:
+                self._enqueue()
+            else:
+                self._graph.run(self._enqueue)
         return self._buffers["out"]
+
+    def _enqueue(self) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if not self._context.execute_async_v3(stream):
+            raise self._failure("TensorRT could not run the engine")
 
     def kernel_cache(self) -> bytes:
         """The compiled kernels, for the next process; empty where there are none."""
@@ -134,6 +153,7 @@ class TensorRTEngine:
         if self._engine is None:
             return
         torch.cuda.synchronize(self.device)
+        self._graph = None
         self._context = self._cache = self._engine = self._runtime = None
         self._buffers, self._bound = {}, {}
         self._scratch = torch.empty(0)

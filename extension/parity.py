@@ -1,0 +1,196 @@
+"""Prove that an engine computes the same UNet as torch, on the very device it runs on.
+
+A compiler can be silently wrong, so no engine serves a picture before it has agreed with the
+reference at several timesteps, with the weights at hand and with strong random ones (biases and
+norm scales of a trained model can be so small that an error in them does not show).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture
+from .binding import TORCH_DTYPES, Binding
+from .engine.interface import Engine
+from .errors import ParityError
+from .onnx_graph import graph_inputs
+from .ops_torch import TorchUNet
+from .shapes import Shape
+from .unet import Control
+
+TIMESTEPS = (999.0, 701.5, 250.25, 1.0)
+LEAST_LIMIT, MOST_LIMIT = 2e-3, 2e-2
+NOISE_FACTOR = 1.5
+BIAS_SPREAD, SCALE_SPREAD, SHARP_GAIN = 0.5, 0.3, 2.8
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityResult:
+    """Worst relative L2 error of the engine against fp32 torch, and the limit it had to keep.
+
+    ``noise`` is the error of torch itself in the engine's dtype: what rounding alone costs.
+    """
+
+    worst: float
+    noise: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the engine may serve."""
+        return self.worst <= self.limit
+
+    def require(self, name: str) -> None:
+        """Raise ParityError, which names the engine, unless it passed."""
+        if not self.passed:
+            raise ParityError(
+                f"The engine {name} computes something else than the model: relative error "
+                f"{self.worst:.2g}, allowed {self.limit:.2g}.",
+                hint="It is kept out of service; the host serves. Please report it with the log.",
+                details={"worst": self.worst, "limit": self.limit, "noise": self.noise},
+            )
+
+
+def limit_for(noise: float) -> float:
+    """Allowed error: 1.5 times what rounding costs torch, from 2e-3 to 2e-2.
+
+    Kernels sum in other orders and fuse roundings away, so an honest engine is within a small
+    factor of torch's own rounding error. Below 2e-3 no picture shows a difference; above 2e-2 an
+    error is no rounding, whatever torch does.
+    """
+    return min(max(NOISE_FACTOR * noise, LEAST_LIMIT), MOST_LIMIT)
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|, in fp64; infinite where ``actual`` is not finite."""
+    difference = (actual.double() - expected.double()).norm()
+    error = float(difference / expected.double().norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
+
+
+def random_inputs(
+    arch: Architecture, shape: Shape, timestep: float, *, seed: int, device: torch.device
+) -> Inputs:
+    """Inputs of one call by engine name, fp32, from a CPU generator (the same everywhere)."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {
+        name: torch.randn([int(d) for d in dims], generator=generator).to(device)
+        for name, dims in graph_inputs(arch, shape, control=shape.control).items()
+    }
+    inputs["timesteps"] = torch.full((shape.batch,), timestep, device=device)
+    return inputs
+
+
+def strong_weights(
+    arch: Architecture, dtype: torch.dtype, device: torch.device, *, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random weights that alias a few small pools: every bias and scale matters, little memory.
+
+    One pool per kind of vector and per power of two of the fan-in; each is as large as its
+    largest tensor, and every tensor is a view of its start.
+    """
+    shapes = arch.parameters()
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        kind = _pool(name, shape)
+        sizes[kind] = max(sizes.get(kind, 0), math.prod(shape))
+    generator = torch.Generator().manual_seed(seed)
+    pools = {
+        kind: _fill(kind, size, generator).to(device=device, dtype=dtype)
+        for kind, size in sorted(sizes.items())
+    }
+    return {n: pools[_pool(n, s)][: math.prod(s)].view(s) for n, s in shapes.items()}
+
+
+def _pool(name: str, shape: tuple[int, ...]) -> str:
+    if len(shape) == 1:
+        return "bias" if name.endswith("bias") else "scale"
+    # Even attention hides queries and keys: theirs are larger, so that it is sharp.
+    kind = "sharp" if name.endswith(("to_q.weight", "to_k.weight")) else "fan"
+    return f"{kind} {math.prod(shape[1:]).bit_length()}"
+
+
+def _fill(kind: str, size: int, generator: torch.Generator) -> Tensor:
+    values = torch.randn(size, generator=generator)
+    if kind == "bias":
+        return values * BIAS_SPREAD
+    if kind == "scale":
+        return 1 + values * SCALE_SPREAD
+    name, bits = kind.split()
+    gain = SHARP_GAIN if name == "sharp" else 1.0
+    return values * (gain * math.sqrt(0.5 ** int(bits)))
+
+
+def reference(unet: TorchUNet, inputs: Inputs) -> Tensor:
+    """Run the torch interpreter on inputs by engine name."""
+    control = None
+    if "control_middle_0" in inputs:
+        count = sum(name.startswith("control_output_") for name in inputs)
+        control = Control(
+            input=[inputs[f"control_input_{i}"] for i in range(count)],
+            middle=[inputs["control_middle_0"]],
+            output=[inputs[f"control_output_{i}"] for i in range(count)],
+        )
+    context, y = inputs["context"], inputs.get("y")
+    return unet(inputs["x"], inputs["timesteps"], context, y, control)
+
+
+def check(
+    engine: Engine,
+    arch: Architecture,
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: str,
+    device: str,
+    pause: Callable[[], None] = lambda: None,
+) -> ParityResult:
+    """Compare ``engine`` with fp32 torch.
+
+    Args:
+        weights: the weights at hand; for a baked engine, those baked in.
+        dtype: the engine's I/O dtype.
+        pause: called between slices of work, so that a host can go on in between.
+
+    Raises:
+        EngineError: the weights cannot be bound.
+    """
+    place = torch.device(device)
+    arch = arch.for_shape(shape)
+    worst = noise = 0.0
+    for epoch, source in _sources(engine, arch, weights, dtype, place):
+        binding = Binding(engine, place)
+        binding.refresh(source, epoch)
+        exact, rounded = TorchUNet(arch, source), TorchUNet(arch, source, TORCH_DTYPES[dtype])
+        for seed, timestep in enumerate(TIMESTEPS):
+            inputs = random_inputs(arch, shape, timestep, seed=seed, device=place)
+            expected = reference(exact, inputs)
+            worst = max(worst, relative_l2(engine.run(_cast(inputs, engine)), expected))
+            pause()
+            if dtype != "fp32":
+                noise = max(noise, relative_l2(reference(rounded, inputs), expected))
+                pause()
+    return ParityResult(worst=worst, noise=noise, limit=limit_for(noise))
+
+
+def _sources(
+    engine: Engine,
+    arch: Architecture,
+    weights: Mapping[str, Tensor],
+    dtype: str,
+    device: torch.device,
+) -> Iterator[tuple[Hashable, Mapping[str, Tensor]]]:
+    yield "at hand", weights
+    if engine.weights:
+        yield "random", strong_weights(arch, TORCH_DTYPES[dtype], device)
+
+
+def _cast(inputs: Inputs, engine: Engine) -> Inputs:
+    return {n: inputs[n].to(TORCH_DTYPES[spec.dtype]) for n, spec in engine.inputs.items()}
