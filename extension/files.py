@@ -1,12 +1,22 @@
-"""Files that are whole or absent: atomic writes, free space, folders, checksums."""
+"""Files that are whole or absent: atomic writes, free space, folders, locks, checksums."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import os
+import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from .errors import OutputError
+from .errors import LibraryError, MissingPackageError, OutputError
+
+CHUNK = 1 << 20
+TEMPORARY_SUFFIX = ".tmp"
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def atomic_write(path: Path, data: bytes | memoryview) -> None:
@@ -15,17 +25,100 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
     Raises:
         OutputError: the folder cannot be written or the disk is full; nothing is left behind.
     """
-    temporary = None
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under ``path`` when the block ends, or not at all."""
     try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        handle, name = tempfile.mkstemp(
+            prefix=f".{path.name[:40]}.", suffix=TEMPORARY_SUFFIX, dir=path.parent
         )
+    except OSError as error:
+        raise write_failure(path, error) from error
+    temporary = Path(name)
+    try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise OutputError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+        raise write_failure(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_failure(path: Path, error: OSError) -> OutputError:
+    """The error for a failed write, in words."""
+    if error.errno in FULL_DISK:
+        hint = "Free some space, or choose another folder."
+        return OutputError(f"The disk is full: '{path.name}' could not be written.", hint=hint)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "Choose a folder that this program may write to."
+        return OutputError(f"'{path.parent}' cannot be written: it is read-only.", hint=hint)
+    return OutputError(f"'{path}' cannot be written: {error.strerror or error}.")
+
+
+def ensure_folder(folder: Path) -> Path:
+    """Make ``folder`` if needed.
+
+    Raises:
+        OutputError: it is a file, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise OutputError(f"'{folder}' is a file; a folder is needed.") from error
+    except OSError as error:
+        raise write_failure(folder / "x", error) from error
+    return folder
+
+
+def check_free_space(folder: Path, needed: int) -> None:
+    """Raise OutputError, which names both numbers, unless ``needed`` bytes are free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OutputError(
+            f"'{folder}' has {free / 1e9:.2f} GB free; {needed / 1e9:.2f} GB are needed.",
+            hint="Free some space, or choose another folder.",
+            details={"needed": needed, "free": free},
+        )
+
+
+def sha256_file(path: Path, tick: Callable[[], None] = lambda: None) -> str:
+    """SHA-256 (hex) of a file; ``tick`` is called for each megabyte."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            tick()
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def lock(path: Path, *, wait: float = -1) -> Iterator[None]:
+    """Hold the operating system's lock on ``path``; it ends with the process, whatever happens.
+
+    Args:
+        wait: seconds to wait; negative waits for ever.
+
+    Raises:
+        LibraryError: another process still holds it.
+    """
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError as error:
+        raise MissingPackageError.of("filelock", "to share a folder") from error
+    try:
+        with FileLock(str(path), timeout=wait):
+            yield
+    except Timeout as error:
+        raise LibraryError(
+            f"'{path.stem}' is in use by another program.", hint="Wait until it has finished."
+        ) from error
+    except OSError as error:
+        raise write_failure(path, error) from error
