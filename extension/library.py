@@ -1,0 +1,284 @@
+"""The folder of engines: one manifest each, states told without loading anything."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from .errors import LibraryError, OutputError
+from .files import atomic_write, ensure_folder, lock, sha256_file
+from .key import STEM, EngineKey, check_stem, host_platform
+from .log import logger
+from .manifest import Manifest, UnknownFormatError, read_json, read_manifest
+
+SUFFIXES = (".json", ".state.json", ".cal.safetensors", ".lock", ".engine")
+
+
+class State(Enum):
+    """What can be said about an engine without loading it; the value is the stable code."""
+
+    READY = "ready"
+    UNVERIFIED = "unverified"
+    OTHER_GPU = "other-gpu"
+    OTHER_VERSION = "other-version"
+    OUTDATED = "outdated"
+    INCOMPLETE = "incomplete"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What an engine must fit: GPU name, compute capability, driver, backend versions."""
+
+    gpu: str = "CPU"
+    capability: str = "cpu"
+    driver: str = ""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    platform: str = field(default_factory=host_platform)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An engine of the library: its state in code and words, and its manifest if readable."""
+
+    stem: str
+    state: State
+    text: str
+    manifest: Manifest | None
+    bytes_on_disk: int
+    changing: Mapping[str, Any]
+
+
+class Library:
+    """Engines in one folder, which several hosts may share."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def engine_path(self, stem: str) -> Path:
+        """Where the engine's bytes lie."""
+        return self.folder / f"{check_stem(stem)}.engine"
+
+    def manifest_path(self, stem: str) -> Path:
+        """Where its manifest lies."""
+        return self.folder / f"{check_stem(stem)}.json"
+
+    def state_path(self, stem: str) -> Path:
+        """Where its changing facts lie."""
+        return self.folder / f"{check_stem(stem)}.state.json"
+
+    @contextlib.contextmanager
+    def lock(self, stem: str, *, wait: float = -1) -> Iterator[None]:
+        """Hold the engine's lock against every other process and thread."""
+        ensure_folder(self.folder)
+        with lock(self.folder / f"{check_stem(stem)}.lock", wait=wait):
+            yield
+
+    def publish(self, temporary: Path, manifest: Manifest) -> Entry:
+        """Move a built engine into place; it exists once its manifest does.
+
+        Args:
+            temporary: a complete engine file in this folder.
+        """
+        stem = manifest.key.stem
+        self.manifest_path(stem).unlink(missing_ok=True)
+        self.state_path(stem).unlink(missing_ok=True)
+        temporary.replace(self.engine_path(stem))
+        atomic_write(self.manifest_path(stem), manifest.to_bytes())
+        return self.entry(stem, None)
+
+    def entry(self, stem: str, machine: Machine | None) -> Entry:
+        """One engine; never raises for what its files hold."""
+        changing = self.read_state(stem)
+        size = _size(self.engine_path(stem))
+        manifest: Manifest | None = None
+        try:
+            manifest = read_manifest(self.manifest_path(stem))
+            state, text = _judge(stem, manifest, size, machine, changing)
+        except UnknownFormatError as error:
+            state, text = State.OUTDATED, f"made by another version of Engine Room: {error.message}"
+        except LibraryError as error:
+            missing = not self.manifest_path(stem).exists()
+            state = State.INCOMPLETE if missing else State.DAMAGED
+            text = "it has no manifest: a build did not finish" if missing else error.message
+        return Entry(
+            stem=stem,
+            state=state,
+            text=text,
+            manifest=manifest,
+            bytes_on_disk=size or 0,
+            changing=changing,
+        )
+
+    def entries(self, machine: Machine | None = None) -> list[Entry]:
+        """Every engine, newest first; a folder that is missing or unreadable has none."""
+        try:
+            names = [path.name for path in self.folder.iterdir()]
+        except OSError:
+            return []
+        stems = {
+            name.split(".")[0]
+            for name in names
+            if STEM.fullmatch(name.split(".")[0]) and name.endswith((".engine", ".json"))
+        }
+        found = [self.entry(stem, machine) for stem in stems]
+        return sorted(
+            found,
+            key=lambda e: (e.manifest.created if e.manifest else "", e.stem),
+            reverse=True,
+        )
+
+    def find(self, key: EngineKey, machine: Machine | None = None) -> Entry | None:
+        """The engine of exactly this key, unless it is incomplete or damaged."""
+        entry = self.entry(key.stem, machine)
+        unusable = (State.INCOMPLETE, State.DAMAGED, State.OUTDATED)
+        return None if entry.state in unusable or entry.manifest is None else entry
+
+    def read_engine(self, stem: str) -> bytes:
+        """The engine's bytes, after size and SHA-256 of these very bytes match the manifest.
+
+        Raises:
+            LibraryError: they do not, or the engine or its manifest cannot be read.
+        """
+        manifest = read_manifest(self.manifest_path(stem))
+        path = self.engine_path(stem)
+        try:
+            if path.stat().st_size != manifest.engine_bytes:
+                raise _damaged(stem, "its size is not that of the manifest")
+            data = path.read_bytes()
+        except OSError as error:
+            reason = error.strerror or error
+            raise LibraryError(f"The engine {stem} cannot be read: {reason}.") from error
+        if hashlib.sha256(data).hexdigest() != manifest.engine_sha256:
+            raise _damaged(stem, "its contents are not those that were built")
+        return data
+
+    def verify_files(self, stem: str) -> None:
+        """Check size and SHA-256; raises LibraryError as ``read_engine`` does."""
+        manifest = read_manifest(self.manifest_path(stem))
+        path = self.engine_path(stem)
+        if _size(path) != manifest.engine_bytes:
+            raise _damaged(stem, "its size is not that of the manifest")
+        if sha256_file(path) != manifest.engine_sha256:
+            raise _damaged(stem, "its contents are not those that were built")
+
+    def read_state(self, stem: str) -> dict[str, Any]:
+        """What changes about an engine; empty where it is lost or damaged."""
+        try:
+            state = read_json(self.state_path(stem))
+        except LibraryError:
+            return {}
+        return state if isinstance(state, dict) else {}
+
+    def update_state(self, stem: str, **changes: Any) -> None:
+        """Change facts in the state file; a loss of it does no harm, so failure is logged."""
+        state = {**self.read_state(stem), **changes}
+        try:
+            atomic_write(self.state_path(stem), json.dumps(state, indent=1).encode())
+        except OutputError as error:
+            logger.warning("The state of engine %s was not saved: %s", stem, error)
+
+    def add_parity(self, stem: str, result: Mapping[str, Any]) -> None:
+        """Record a parity result; an older one for the same GPU, driver and version goes."""
+        kept = [item for item in parity_results(self.read_state(stem)) if not _same(item, result)]
+        self.update_state(stem, parity=[*kept, dict(result)])
+
+    def remove(self, stem: str) -> int:
+        """Delete the engine and its side files, and nothing else; returns the bytes freed.
+
+        Raises:
+            LibraryError: there is no such engine, or a file of it cannot be deleted.
+        """
+        check_stem(stem)
+        paths = [self.folder / f"{stem}{suffix}" for suffix in SUFFIXES]
+        present = [path for path in paths if os.path.lexists(path)]
+        if not present:
+            raise LibraryError(f"There is no engine {stem}.", hint="List the engines first.")
+        return sum(_delete(path) for path in present)
+
+
+def parity_results(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The well-formed parity results of a state file."""
+    items = state.get("parity")
+    return [i for i in items if isinstance(i, dict)] if isinstance(items, list) else []
+
+
+def _delete(path: Path) -> int:
+    try:
+        size = path.lstat().st_size
+        path.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise LibraryError(f"'{path.name}' cannot be deleted: {reason}.") from error
+    return size
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return all(a.get(name) == b.get(name) for name in ("gpu", "driver", "backend_version"))
+
+
+def _damaged(stem: str, what: str) -> LibraryError:
+    return LibraryError(
+        f"The engine {stem} is damaged: {what}.", hint="Remove it and build it again."
+    )
+
+
+def _size(path: Path) -> int | None:
+    """Size of a regular file; links out of the folder do not count."""
+    try:
+        return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+    except OSError:
+        return None
+
+
+def _judge(
+    stem: str,
+    manifest: Manifest,
+    size: int | None,
+    machine: Machine | None,
+    changing: Mapping[str, Any],
+) -> tuple[State, str]:
+    key = manifest.key
+    if key.stem != stem:
+        return State.DAMAGED, "its manifest belongs to another engine"
+    if size is None:
+        return State.INCOMPLETE, "its engine file is missing"
+    if size != manifest.engine_bytes:
+        return State.DAMAGED, f"it has {size} bytes instead of {manifest.engine_bytes}"
+    if machine is None:
+        return State.UNVERIFIED, "not looked at on any machine"
+    if key.platform != machine.platform:
+        return State.OTHER_GPU, f"made for {key.platform}; this is {machine.platform}"
+    if machine.capability not in key.capabilities and "current" not in key.capabilities:
+        made_for = ", ".join(key.capabilities)
+        return State.OTHER_GPU, f"made for {made_for}; this is {machine.gpu} ({machine.capability})"
+    version = machine.backends.get(key.backend)
+    if version != key.backend_version:
+        here = f"here is {version}" if version else "which is not installed here"
+        return State.OTHER_VERSION, f"made by {key.backend} {key.backend_version}; {here}"
+    return _parity_state(key, machine, changing)
+
+
+def _parity_state(
+    key: EngineKey, machine: Machine, changing: Mapping[str, Any]
+) -> tuple[State, str]:
+    wanted = {
+        "gpu": machine.gpu,
+        "driver": machine.driver,
+        "backend_version": key.backend_version,
+    }
+    for item in parity_results(changing):
+        worst, limit = item.get("worst_relative_l2"), item.get("limit")
+        if not _same(item, wanted) or not isinstance(worst, float) or not isinstance(limit, float):
+            continue
+        if worst <= limit:
+            return State.READY, f"ready (error {worst:.2g}, allowed {limit:.2g})"
+        return State.DAMAGED, f"it computes something else (error {worst:.2g}, allowed {limit:.2g})"
+    return State.UNVERIFIED, "not verified on this machine yet"
