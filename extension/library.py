@@ -55,6 +55,13 @@ class Entry:
     bytes_on_disk: int
     changing: Mapping[str, Any]
 
+    @property
+    def key(self) -> EngineKey:
+        """The engine's key; raises LibraryError where the manifest cannot be read."""
+        if self.manifest is None:
+            raise LibraryError(f"The engine {self.stem} cannot be used: {self.text}.")
+        return self.manifest.key
+
 
 class Library:
     """Engines in one folder, which several hosts may share."""

@@ -1,0 +1,1 @@
+"""The commands of ``python -m extension``: each returns a Report, none prints."""

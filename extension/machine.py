@@ -1,0 +1,74 @@
+"""What this machine is: GPU, compute capability, driver, backends and their versions."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import lru_cache
+
+from .engine import BACKENDS, get_backend
+from .errors import EngineRoomError
+from .library import Machine
+
+CPU_BACKEND = "onnxruntime"
+RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+
+
+@lru_cache(maxsize=1)
+def backend_versions() -> dict[str, str]:
+    """Versions of the backends that can be imported here."""
+    found = {}
+    for name in BACKENDS:
+        try:
+            found[name] = get_backend(name).version()
+        except EngineRoomError:
+            continue
+    return found
+
+
+def driver_version() -> str:
+    """The CUDA version that the driver supports, such as ``13.0``; empty without a driver."""
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        number = ctypes.c_int()
+        if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number)):
+            return ""
+    except OSError:
+        return ""
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def machine_of(device: str) -> Machine:
+    """The facts that an engine on ``device`` (``cpu``, ``cuda:0``) depends on."""
+    import torch
+
+    if device == "cpu":
+        return Machine(backends=backend_versions())
+    major, minor = torch.cuda.get_device_capability(device)
+    return Machine(
+        gpu=torch.cuda.get_device_name(device),
+        capability=f"{major}.{minor}",
+        driver=driver_version(),
+        backends=backend_versions(),
+    )
+
+
+def default_device() -> str:
+    """``cuda:0`` where torch sees a GPU and a TensorRT is installed, else ``cpu``."""
+    import torch
+
+    has_backend = any(name != CPU_BACKEND for name in backend_versions())
+    return "cuda:0" if has_backend and torch.cuda.is_available() else "cpu"
+
+
+def default_backend(device: str) -> str:
+    """The backend for ``device``: TensorRT-RTX before TensorRT on a GPU."""
+    if device == "cpu":
+        return CPU_BACKEND
+    versions = backend_versions()
+    return next(name for name in BACKENDS if name in versions and name != CPU_BACKEND)
+
+
+def build_capability(capability: str) -> str:
+    """What to build for: a capability that TensorRT-RTX cannot name is built as ``current``."""
+    return capability if capability in (*RTX_CAPABILITIES, "cpu") else "current"

@@ -1,0 +1,215 @@
+"""From a library to a UNet that serves: build what is missing, verify, load, route."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture
+from .building import BuildRequest, build_engine
+from .engine import get_backend
+from .engine.interface import Engine
+from .key import EngineKey
+from .library import Entry, Library, Machine, State
+from .machine import build_capability, default_backend, machine_of
+from .model import LoraChoice, Model
+from .onnx_export import export_pair
+from .ops_torch import TorchUNet
+from .parity import ParityResult, check
+from .progress import CancelToken, ProgressSink
+from .routed import RoutedUNet
+from .router import Candidate
+from .shapes import Shape
+from .synthetic import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where engines run, and in which precision.
+
+    Attributes:
+        device: torch device.
+        backend: compiles and runs the engines.
+        dtype: of engines and of the host's UNet.
+        capabilities: to build for; those of ``device`` by default.
+    """
+
+    device: str
+    backend: str = ""
+    dtype: str = ""
+    capabilities: tuple[str, ...] = ()
+    machine: Machine = field(init=False)
+
+    def __post_init__(self) -> None:
+        machine = machine_of(self.device)
+        defaults = {
+            "machine": machine,
+            "backend": self.backend or default_backend(self.device),
+            "dtype": self.dtype or ("fp32" if self.device == "cpu" else "fp16"),
+            "capabilities": self.capabilities or (build_capability(machine.capability),),
+        }
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The precision as torch knows it."""
+        return DTYPES[self.dtype]
+
+    def key(self, arch: Architecture, shape: Shape, *, fingerprint: str = "") -> EngineKey:
+        """Key of the engine for ``arch`` and ``shape``: baked if there is a fingerprint."""
+        shared = not fingerprint
+        is_tensorrt = self.backend.startswith("tensorrt")
+        return EngineKey(
+            architecture=arch.for_shape(shape).id,
+            shape=shape,
+            io_dtype=self.dtype,
+            weights="shared" if shared else "baked",
+            backend=self.backend,
+            backend_version=get_backend(self.backend).version(),
+            capabilities=self.capabilities,
+            conv3x3_format="hwc8" if shared and is_tensorrt and self.dtype != "fp32" else "linear",
+            fingerprint=fingerprint,
+        )
+
+
+def build_shared(
+    library: Library,
+    arch: Architecture,
+    shape: Shape,
+    target: Target,
+    *,
+    on_progress: ProgressSink = lambda progress: None,
+    cancel: CancelToken | None = None,
+) -> Entry:
+    """The shared engine for ``arch`` and ``shape``, built if the library lacks it."""
+    label = f"{arch.label}, {shape.label}, {target.dtype}, shared"
+    request = BuildRequest(key=target.key(arch, shape), architecture=arch, label=label)
+    return build_engine(library, request, on_progress=on_progress, cancel=cancel)
+
+
+def build_baked(
+    library: Library,
+    model: Model,
+    loras: Sequence[LoraChoice],
+    shape: Shape,
+    target: Target,
+    *,
+    on_progress: ProgressSink = lambda progress: None,
+    cancel: CancelToken | None = None,
+) -> Entry:
+    """The engine with the merged weights frozen in; they are exported first."""
+    arch, weights = model.architecture, model.merged(loras)
+    library.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.folder, prefix=".pair-") as folder:
+        pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
+        label = f"{arch.label}, {shape.label}, {target.dtype}, baked: {model.checkpoint.path.name}"
+        request = BuildRequest(
+            key=target.key(arch, shape, fingerprint=pair.fingerprint),
+            architecture=arch,
+            label=label,
+            pair=Path(folder),
+            source=model.origin(loras),
+            model={"prediction": model.checkpoint.prediction_type() or "eps"},
+        )
+        return build_engine(library, request, on_progress=on_progress, cancel=cancel)
+
+
+def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
+    """Load an engine's verified bytes on the target's device."""
+    backend = get_backend(entry.key.backend)
+    return backend.load(library.read_engine(entry.stem), device=target.device)
+
+
+def verify(
+    library: Library,
+    entry: Entry,
+    engine: Engine,
+    arch: Architecture,
+    weights: Mapping[str, Tensor],
+    target: Target,
+) -> ParityResult:
+    """Compare with the reference on this machine, and record the figures."""
+    key = entry.key
+    dtype, device = key.io_dtype, target.device
+    result = check(engine, arch, key.shape, weights, dtype=dtype, device=device)
+    library.add_parity(
+        entry.stem,
+        {
+            "gpu": target.machine.gpu,
+            "driver": target.machine.driver,
+            "backend_version": key.backend_version,
+            "dtype": dtype,
+            "worst_relative_l2": result.worst,
+            "limit": result.limit,
+            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        },
+    )
+    return result
+
+
+def candidate_of(entry: Entry, target: Target, *, ready: bool) -> Candidate:
+    """What the router needs to know of an engine."""
+    key = entry.key
+    return Candidate(
+        stem=entry.stem,
+        architecture=key.architecture,
+        shape=key.shape,
+        dtype=key.io_dtype,
+        device=target.device,
+        weights=key.weights,
+        fingerprint=key.fingerprint or None,
+        ready=ready,
+    )
+
+
+def host_unet(arch: Architecture, weights: Mapping[str, Tensor], target: Target) -> TorchUNet:
+    """The torch UNet over the same tensors that a shared engine is bound to."""
+    return TorchUNet(arch, weights, target.torch_dtype)
+
+
+def serve_with(
+    library: Library,
+    entry: Entry,
+    arch: Architecture,
+    weights: Mapping[str, Tensor],
+    target: Target,
+    *,
+    fingerprint: str | None = None,
+) -> RoutedUNet:
+    """Load and, where this machine has not done so yet, verify an engine; route through it.
+
+    Raises:
+        ParityError: it computes something else; it stays out of service.
+    """
+    engine = load_engine(library, entry, target)
+    state = library.entry(entry.stem, target.machine).state
+    if state is not State.READY:
+        verify(library, entry, engine, arch, weights, target).require(entry.stem)
+    unet = RoutedUNet(arch, weights, host_unet(arch, weights, target), fingerprint=fingerprint)
+    unet.add_engine(candidate_of(entry, target, ready=True), engine)
+    library.update_state(entry.stem, last_used=datetime.now(timezone.utc).isoformat())
+    return unet
+
+
+def facts(entry: Entry) -> dict[str, Any]:
+    """An entry as a JSON object."""
+    manifest = entry.manifest
+    return {
+        "id": entry.stem,
+        "state": entry.state.value,
+        "text": entry.text,
+        "label": manifest.label if manifest else "",
+        "bytes": entry.bytes_on_disk,
+        "build_seconds": manifest.build_seconds if manifest else None,
+        "key": manifest.key.to_json() if manifest else None,
+        "source": dict(manifest.source) if manifest else {},
+        "parity": entry.changing.get("parity", []),
+    }
