@@ -19,6 +19,7 @@ from .jobs import Limits, WorkerSetup, run_job
 from .key import EngineKey
 from .library import Entry, Library
 from .log import logger
+from .machine import can_build_ahead
 from .manifest import Manifest
 from .progress import CancelToken, ProgressSink
 from .worker_tasks import SAFETENSORS
@@ -98,7 +99,7 @@ def _build(
         "out": str(out),
         "expected_seconds": history.expect(*facts),
     }
-    setup = setup or WorkerSetup(hide_gpu="current" not in key.capabilities)
+    setup = setup or WorkerSetup(hide_gpu=can_build_ahead(key.capabilities))
     result = run_job(job, on_progress=on_progress, cancel=cancel, limits=limits, setup=setup)
     cancel.raise_if_cancelled()
     manifest = Manifest(

@@ -263,7 +263,7 @@ def _judge(
         return State.UNVERIFIED, "not looked at on any machine"
     if key.platform != machine.platform:
         return State.OTHER_GPU, f"made for {key.platform}; this is {machine.platform}"
-    if machine.capability not in key.capabilities and "current" not in key.capabilities:
+    if machine.capability not in key.capabilities:
         made_for = ", ".join(key.capabilities)
         return State.OTHER_GPU, f"made for {made_for}; this is {machine.gpu} ({machine.capability})"
     version = machine.backends.get(key.backend)

@@ -69,6 +69,9 @@ def default_backend(device: str) -> str:
     return next(name for name in BACKENDS if name in versions and name != CPU_BACKEND)
 
 
-def build_capability(capability: str) -> str:
-    """What to build for: a capability that TensorRT-RTX cannot name is built as ``current``."""
-    return capability if capability in (*RTX_CAPABILITIES, "cpu") else "current"
+def can_build_ahead(capabilities: tuple[str, ...]) -> bool:
+    """Whether TensorRT-RTX can name all of them, so that no GPU is needed to build.
+
+    Any other is built as the current GPU's, on that GPU.
+    """
+    return all(capability in (*RTX_CAPABILITIES, "cpu") for capability in capabilities)

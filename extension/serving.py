@@ -16,9 +16,10 @@ from .architecture import Architecture
 from .building import BuildRequest, build_engine
 from .engine import get_backend
 from .engine.interface import Engine
+from .errors import SettingError
 from .key import EngineKey
 from .library import Entry, Library, Machine, State
-from .machine import build_capability, default_backend, machine_of
+from .machine import RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
 from .model import LoraChoice, Model
 from .onnx_export import export_pair
 from .ops_torch import TorchUNet
@@ -51,12 +52,25 @@ class Target:
         machine = machine_of(self.device)
         defaults = {
             "machine": machine,
-            "backend": self.backend or default_backend(self.device),
-            "dtype": self.dtype or ("fp32" if self.device == "cpu" else "fp16"),
-            "capabilities": self.capabilities or (build_capability(machine.capability),),
+            "backend": self.backend or self._default_backend(),
+            "dtype": self.dtype or ("fp32" if self._on_cpu() else "fp16"),
+            "capabilities": self.capabilities or (machine.capability,),
         }
+        for capability in self.capabilities:
+            if not can_build_ahead((capability,)) and capability != machine.capability:
+                raise SettingError(
+                    f"The compute capability '{capability}' cannot be built for here.",
+                    hint=f"Use {', '.join(RTX_CAPABILITIES)}, or leave it out for this machine.",
+                )
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
+
+    def _on_cpu(self) -> bool:
+        return self.device == "cpu" and self.capabilities in ((), ("cpu",))
+
+    def _default_backend(self) -> str:
+        ahead = self.device == "cpu" and not self._on_cpu()
+        return "tensorrt_rtx" if ahead else default_backend(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,7 +120,7 @@ def build_baked(
     cancel: CancelToken | None = None,
 ) -> Entry:
     """The engine with the merged weights frozen in; they are exported first."""
-    arch, weights = model.architecture, model.merged(loras)
+    arch, weights = model.architecture, model.merged(loras, target.torch_dtype)
     library.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.folder, prefix=".pair-") as folder:
         pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)

@@ -116,11 +116,10 @@ def target_of(args: argparse.Namespace) -> Target:
     """The target that the arguments name."""
     capabilities = tuple(args.capability.split(",")) if args.capability else ()
     device = args.device or default_device()
-    dtype = args.dtype or ("fp16" if capabilities and "cpu" not in capabilities else "")
     return Target(
         device=device,
         backend=args.backend or "",
-        dtype=dtype,
+        dtype=args.dtype or "",
         capabilities=capabilities,
     )
 

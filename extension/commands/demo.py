@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..comparing import Comparison, compare
 from ..errors import EngineRoomError
 from ..files import ensure_folder
@@ -81,7 +83,7 @@ def demo(args: argparse.Namespace) -> Report:
 def _run(scene: _Scene) -> Report:
     model, first, second = scene.model, *scene.loras
     pair = export_pair(
-        model.merged([first]),
+        model.merged([first], torch.float16),
         model.architecture,
         scene.folder / "export",
         dtype="fp16",

@@ -14,7 +14,7 @@ from ..engine import BACKENDS, get_backend
 from ..errors import EngineRoomError
 from ..jobs import Limits, WorkerSetup, run_job
 from ..library import State
-from ..machine import build_capability, default_device, driver_version, machine_of
+from ..machine import can_build_ahead, default_device, driver_version, machine_of
 from . import common
 from .common import Report
 
@@ -92,9 +92,8 @@ def _examine(
 def _selftest(name: str, device: str) -> float:
     capability = "cpu"
     if name != "onnxruntime":
-        known = "" if device == "cpu" else machine_of(device).capability
-        capability = build_capability(known) if known else FALLBACK_CAPABILITY
-    setup = WorkerSetup(hide_gpu=capability != "current")
+        capability = FALLBACK_CAPABILITY if device == "cpu" else machine_of(device).capability
+    setup = WorkerSetup(hide_gpu=can_build_ahead((capability,)))
     with tempfile.TemporaryDirectory(prefix="engine-room-") as folder:
         job = {
             "kind": "selftest",

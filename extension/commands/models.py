@@ -10,15 +10,19 @@ from typing import Any
 from ..architecture import family
 from ..engine.interface import DTYPES
 from ..errors import EngineRoomError, SettingError, UnsupportedModelError
+from ..files import ensure_folder
+from ..jobs import run_job
 from ..key import STEM
 from ..library import Library
 from ..lora import read_lora
 from ..model import Model
 from ..onnx_export import export_pair
 from ..serving import facts
+from ..synthetic import DTYPES as DTYPES_BY_NAME
 from ..synthetic import FAMILIES, SIZES, make_checkpoint
 from ..synthetic_lora import KINDS, NAMINGS, make_lora
 from ..tensor_source import NAMES
+from ..worker_tasks import ONNX
 from . import common
 from .common import ProgressLine, Report
 
@@ -50,6 +54,9 @@ def add(commands: Any) -> None:
     parser.add_argument("checkpoint", type=Path)
     common.add_loras(parser)
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="default: as the source")
+    parser.add_argument(
+        "--weightless", action="store_true", help="the graph alone, with weights as inputs"
+    )
     parser.add_argument("--ema", action="store_true", help="use the averaged twins of the weights")
     parser.add_argument("out", type=Path, help="folder for unet.onnx and unet.safetensors")
     parser.set_defaults(run=export)
@@ -134,12 +141,23 @@ def new_lora(args: argparse.Namespace) -> Report:
     return Report(data={"path": str(path), "bytes": size}, lines=[line])
 
 
+def _export_graph(model: Model, folder: Path, dtype: str) -> Report:
+    path = ensure_folder(folder) / ONNX
+    arch = model.architecture
+    job = {"kind": "emit", "architecture": arch.to_json(), "dtype": dtype, "out": str(path)}
+    result = run_job(job)
+    line = f"{path}: {arch.label} in {dtype}, weights as inputs, {result['nodes']} nodes"
+    return Report(data={"path": str(path), "dtype": dtype, **result}, lines=[line])
+
+
 def export(args: argparse.Namespace) -> Report:
     """Export a checkpoint with its LoRAs."""
     loras = common.loras_of(args)
     with Model(args.checkpoint, ema=args.ema) as model:
         stored = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
         dtype = args.dtype or stored.get(NAMES[model.checkpoint.dtype], "fp16")
+        if args.weightless:
+            return _export_graph(model, args.out, dtype)
         if args.out.resolve() == args.checkpoint.resolve().parent and (
             args.checkpoint.name == "unet.safetensors"
         ):
@@ -148,7 +166,7 @@ def export(args: argparse.Namespace) -> Report:
                 hint="Choose another folder.",
             )
         result = export_pair(
-            model.merged(loras),
+            model.merged(loras, DTYPES_BY_NAME[dtype]),
             model.architecture,
             args.out,
             dtype=dtype,

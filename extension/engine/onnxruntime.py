@@ -37,9 +37,8 @@ class OnnxRuntimeBackend:
         import onnx
 
         progress(0.0, "reading the graph")
-        if spec.weights == "baked":
-            _check_size(model)
-        graph = onnx.load(str(model), load_external_data=spec.weights == "baked")
+        graph = onnx.load(str(model), load_external_data=False)
+        _embed_weights(graph, model.parent)
         progress(0.3, "compiling")
         data = graph.SerializeToString()
         try:
@@ -114,22 +113,28 @@ def _spec(node: Any) -> TensorSpec:
     return TensorSpec(dtype=ELEMENTS.get(node.type, node.type), shape=tuple(node.shape))
 
 
-def _check_size(model: Path) -> None:
-    import onnx
+def _embed_weights(model: Any, folder: Path) -> None:
+    """Put the external weights of our own graphs into the model itself.
 
-    graph = onnx.load(str(model), load_external_data=False).graph
-    lengths = [
-        int(entry.value)
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "length"
-    ]
-    if sum(lengths) > PROTOBUF_LIMIT:
+    Not by ``onnx.load``: it refuses files with a second hard link, as ours may be.
+    """
+    places = {t.name: {e.key: e.value for e in t.external_data} for t in model.graph.initializer}
+    total = sum(int(place.get("length", 0)) for place in places.values())
+    if total > PROTOBUF_LIMIT:
         raise BuildError(
-            f"A baked ONNX Runtime engine of {sum(lengths) / 1e9:.1f} GB exceeds the 2 GB that "
-            "one ONNX file can hold.",
+            f"A baked ONNX Runtime engine of {total / 1e9:.1f} GB exceeds the 2 GB that one ONNX "
+            "file can hold.",
             hint="Build it shared, or export it in fp16.",
         )
+    for tensor in model.graph.initializer:
+        place = places[tensor.name]
+        if not place:
+            continue
+        with (folder / Path(place["location"]).name).open("rb") as file:
+            file.seek(int(place["offset"]))
+            tensor.raw_data = file.read(int(place["length"]))
+        tensor.data_location = tensor.DEFAULT
+        del tensor.external_data[:]
 
 
 def _as(tensor: Tensor, spec: TensorSpec) -> Tensor:

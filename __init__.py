@@ -1,0 +1,18 @@
+"""ComfyUI's entry point; inert everywhere else.
+
+ComfyUI imports this file under the folder's path, so every import here is relative.
+"""
+
+import importlib.util
+import logging
+
+NODE_CLASS_MAPPINGS: dict = {}
+NODE_DISPLAY_NAME_MAPPINGS: dict = {}
+
+if __package__ and importlib.util.find_spec("comfy") is not None:
+    try:
+        from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+    except Exception:
+        logging.getLogger("engine_room").exception("Engine Room's nodes could not be loaded.")
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
