@@ -1,0 +1,1 @@
+"""Benchmarks: ratios measured in one run, each engine checked for correctness first."""

@@ -1,0 +1,5 @@
+"""``python -m benchmarks``: every benchmark, results to benchmarks/results."""
+
+from .unet import main
+
+main()

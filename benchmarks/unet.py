@@ -1,0 +1,248 @@
+"""UNet calls on one GPU: engines with and without baked weights against torch.
+
+Every engine passes the parity gate in the same run before it is timed. ``eager`` and its CUDA
+graph and torch.compile are peers over Engine Room's own torch interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from extension.architecture import SD15, SDXL, Architecture
+from extension.binding import Binding
+from extension.building import BuildRequest, build_engine
+from extension.engine import get_backend
+from extension.engine.interface import Engine
+from extension.key import EngineKey
+from extension.library import Entry, Library
+from extension.onnx_export import export_pair
+from extension.ops_torch import TorchUNet
+from extension.parity import check, random_inputs
+from extension.serving import Target
+from extension.shapes import Shape
+from extension.synthetic import random_unet
+
+from .timing import interleave
+
+CASES: dict[str, tuple[Architecture, Shape]] = {
+    "sd15-512-b2": (SD15, Shape(batch=2, height=64, width=64)),
+    "sdxl-1024-b2": (SDXL, Shape(batch=2, height=128, width=128)),
+}
+
+
+class Bench:
+    """One case on one device."""
+
+    def __init__(self, name: str, library: Library, out: dict[str, Any]) -> None:
+        self.arch, self.shape = CASES[name]
+        self.library, self.out = library, out
+        self.target = Target(device="cuda:0")
+        self.place = torch.device(self.target.device)
+        self.weights = self._weights(seed=0)
+        inputs = random_inputs(self.arch, self.shape, 500.5, seed=3, device=self.place)
+        self.inputs = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
+        self.peers: dict[str, Callable[[], object]] = {}
+        self.engines: dict[str, tuple[Engine, Binding]] = {}
+
+    def _weights(self, seed: int) -> dict[str, torch.Tensor]:
+        return {n: t.half().to(self.place) for n, t in random_unet(self.arch, seed).items()}
+
+    def _args(self) -> list[torch.Tensor | None]:
+        return [self.inputs.get(n) for n in ("x", "timesteps", "context", "y")]
+
+    def add_torch(self, *, compiled: bool) -> None:
+        unet = TorchUNet(self.arch, self.weights, torch.float16)
+        args = self._args()
+        self.peers["eager"] = lambda: unet(*args)
+        self.peers["eager + CUDA graph"] = _graphed(lambda: unet(*args))
+        if compiled:
+            started = time.perf_counter()
+            fast = torch.compile(unet.__call__, dynamic=False)
+            with torch.no_grad():
+                fast(*args)
+                self.peers["torch.compile + CUDA graph"] = _graphed(lambda: fast(*args))
+            self.out["compile_seconds"] = round(time.perf_counter() - started, 1)
+
+    def add_engine(self, label: str, *, conv_format: str = "linear", baked: bool = False) -> None:
+        entry = self._baked() if baked else self._shared(conv_format)
+        data = self.library.read_engine(entry.stem)
+        before = _used()
+        started = time.perf_counter()
+        engine = get_backend(entry.key.backend).load(data, device=self.target.device)
+        loaded = time.perf_counter() - started
+        result = check(
+            engine,
+            self.arch,
+            self.shape,
+            self.weights,
+            dtype="fp16",
+            device=self.target.device,
+        )
+        binding = Binding(engine, self.place)
+        report = binding.refresh(self.weights, epoch=0)
+        facts = {
+            "engine_bytes": entry.bytes_on_disk,
+            "build_seconds": entry.manifest.build_seconds if entry.manifest else None,
+            "load_seconds": round(loaded, 2),
+            "parity": {"worst": result.worst, "noise": result.noise, "limit": result.limit},
+            "staged_bytes": report.staged_bytes,
+            "memory_bytes": _used() - before,
+            "activation_bytes": engine.activation_bytes,
+        }
+        facts["second_start_seconds"] = self._second_start(entry, data, engine)
+        self.out.setdefault("engines", {})[label] = facts
+        print(label, json.dumps(facts), flush=True)
+        if not result.passed:
+            print(f"{label}: NOT TIMED, the parity gate refused it", flush=True)
+            engine.close()
+            return
+        self.engines[label] = (engine, binding)
+        self.peers[label] = lambda: engine.run(self.inputs)
+
+    def _second_start(self, entry: Entry, data: bytes, engine: Any) -> float:
+        cache = engine.kernel_cache()
+        started = time.perf_counter()
+        again = get_backend(entry.key.backend).load(data, device=self.target.device, cache=cache)
+        Binding(again, self.place).refresh(self.weights, epoch=0)
+        again.run(self.inputs)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        again.close()
+        return round(seconds, 2)
+
+    def _key(self, conv_format: str, fingerprint: str = "") -> EngineKey:
+        key = self.target.key(self.arch, self.shape, fingerprint=fingerprint)
+        return EngineKey(**{**key.__dict__, "conv3x3_format": conv_format})
+
+    def _shared(self, conv_format: str) -> Entry:
+        request = BuildRequest(key=self._key(conv_format), architecture=self.arch, label="bench")
+        return build_engine(self.library, request)
+
+    def _baked(self) -> Entry:
+        folder = self.library.folder / "pair"
+        pair = export_pair(self.weights, self.arch, folder, dtype="fp16")
+        request = BuildRequest(
+            key=self._key("linear", pair.fingerprint),
+            architecture=self.arch,
+            label="bench",
+            pair=folder,
+        )
+        return build_engine(self.library, request)
+
+    def lora_change(self) -> None:
+        """All pointers change: time from the new weights to the end of the first call."""
+        other = self._weights(seed=1)
+        for label, (engine, binding) in self.engines.items():
+            if not engine.weights:
+                continue
+            plain = _wall(lambda engine=engine: engine.run(self.inputs))
+            times = []
+            for epoch, weights in enumerate((other, self.weights) * 3, start=1):
+
+                def change(
+                    engine: Engine = engine,
+                    binding: Binding = binding,
+                    weights: dict[str, torch.Tensor] = weights,
+                    epoch: int = epoch,
+                ) -> None:
+                    binding.refresh(weights, epoch)
+                    engine.run(self.inputs)
+
+                times.append(_wall(change))
+                second = _wall(lambda engine=engine: engine.run(self.inputs))
+            self.out.setdefault("lora_change", {})[label] = {
+                "first_call_ms": round(1e3 * sorted(times)[len(times) // 2], 2),
+                "second_call_with_capture_ms": round(1e3 * second, 2),
+                "plain_call_ms": round(1e3 * plain, 2),
+            }
+
+    def time(self) -> None:
+        timings = interleave(self.peers)
+        self.out["ms"] = {name: timing.to_json() for name, timing in timings.items()}
+        best = min(self.out["ms"][n]["median"] for n in self.engines) if self.engines else None
+        if best:
+            self.out["speedup_of_best_engine"] = {
+                name: round(self.out["ms"][name]["median"] / best, 3) for name in self.out["ms"]
+            }
+
+
+def _graphed(call: Callable[[], object]) -> Callable[[], object]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _wall(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _used() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--compile", action="store_true", help="also time torch.compile")
+    parser.add_argument("--no-baked", action="store_true")
+    parser.add_argument("--library", type=Path, default=Path("build/bench"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.library.mkdir(parents=True, exist_ok=True)
+    for name in args.case or CASES:
+        target = Target(device="cuda:0")
+        out: dict[str, Any] = {
+            "case": name,
+            "date": date.today().isoformat(),
+            "gpu": target.machine.gpu,
+            "driver": target.machine.driver,
+            "torch": torch.__version__,
+            "backends": dict(target.machine.backends),
+            "python": platform.python_version(),
+            "dtype": "fp16",
+            "weights": "synthetic (extension/synthetic.py)",
+        }
+        path = args.out / f"unet-{name}.json"
+        bench = Bench(name, Library(args.library), out)
+        bench.add_engine("shared")
+        bench.add_engine("shared, HWC8 copies", conv_format="hwc8")
+        if not args.no_baked:
+            bench.add_engine("baked", baked=True)
+        bench.add_torch(compiled=args.compile)
+        bench.time()
+        bench.lora_change()
+        path.write_text(json.dumps(out, indent=1))
+        print(json.dumps(out, indent=1))
+        for engine, binding in bench.engines.values():
+            binding.release()
+            engine.close()
+        del bench
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
