@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from collections.abc import Callable
@@ -54,5 +55,5 @@ def interleave(
                 call()
                 event.record()
             torch.cuda.synchronize()
-            times[name] += [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+            times[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return {name: summarise(values) for name, values in times.items()}
