@@ -1,6 +1,7 @@
 """UNet calls on one GPU: engines with and without baked weights against torch.
 
-Every engine passes the parity gate in the same run before it is timed. ``eager`` and its CUDA
+Every engine is compared with fp32 torch in the same run before it is timed, and is not timed
+where it computes something else (error above 2e-2). ``eager`` and its CUDA
 graph and torch.compile are peers over Engine Room's own torch interpreter.
 """
 
@@ -26,7 +27,7 @@ from extension.key import EngineKey
 from extension.library import Entry, Library
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
-from extension.parity import check, random_inputs
+from extension.parity import MOST_LIMIT, check, random_inputs
 from extension.serving import Target
 from extension.shapes import Shape
 from extension.synthetic import random_unet
@@ -101,8 +102,8 @@ class Bench:
         facts["second_start_seconds"] = self._second_start(entry, data, engine)
         self.out.setdefault("engines", {})[label] = facts
         print(label, json.dumps(facts), flush=True)
-        if not result.passed:
-            print(f"{label}: NOT TIMED, the parity gate refused it", flush=True)
+        if result.worst > MOST_LIMIT:
+            print(f"{label}: NOT TIMED, it computes something else", flush=True)
             engine.close()
             return
         self.engines[label] = (engine, binding)

@@ -1,0 +1,154 @@
+"""Where an engine's rounding error comes from: forms of the same graph on one GPU.
+
+Each form keeps some operations in fp32. For every form: the error of the shared engine against
+fp32 torch, with synthetic and with strong random weights, beside the error of fp16 torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from extension import onnx_graph
+from extension.architecture import SD15, Architecture
+from extension.binding import Binding
+from extension.engine import get_backend
+from extension.engine.interface import BuildSpec
+from extension.ops_onnx import OnnxOps, Value
+from extension.ops_torch import TorchUNet
+from extension.parity import random_inputs, reference, relative_l2, strong_weights
+from extension.shapes import Shape
+from extension.synthetic import random_unet
+
+from .timing import interleave
+
+SMALL = replace(
+    SD15,
+    channel_mult=(1, 2),
+    num_res_blocks=(1, 1),
+    transformer_depth=(1, 1),
+    transformer_depth_output=(1, 1, 1, 1),
+)
+
+
+class Forms(OnnxOps):
+    """The emitter with switches."""
+
+    fp32: frozenset[str] = frozenset()
+
+    def _island(self, names: list[str], kind: str, label: str, **attributes: Any) -> str:
+        inputs = [self._cast(name, "fp32", f"{name.strip('/')}/{label}/up") for name in names]
+        out = self._node(kind, inputs, label, **attributes)
+        return self._cast(out, self.dtype, f"{label}/down")
+
+    def group_norm(self, x: Value, name: str, channels: int, eps: float) -> Value:
+        if "group_norm" not in self.fp32:
+            return super().group_norm(x, name, channels, eps)
+        names = [x.name, *self._affine(name, channels)]
+        attributes = {"num_groups": 32, "epsilon": eps}
+        return Value(self._island(names, "GroupNormalization", name, **attributes), x.dims)
+
+    def layer_norm(self, x: Value, name: str, channels: int) -> Value:
+        if "layer_norm" not in self.fp32:
+            return super().layer_norm(x, name, channels)
+        names = [x.name, *self._affine(name, channels)]
+        attributes = {"axis": -1, "epsilon": 1e-5}
+        return Value(self._island(names, "LayerNormalization", name, **attributes), x.dims)
+
+    def silu(self, x: Value) -> Value:
+        if "silu" not in self.fp32:
+            return super().silu(x)
+        up = self._cast(x.name, "fp32", f"{x.name[1:]}/silu_up")
+        gate = self._node("Sigmoid", [up], f"{x.name[1:]}/sigmoid")
+        out = self._node("Mul", [up, gate], f"{x.name[1:]}/silu")
+        return Value(self._cast(out, self.dtype, f"{x.name[1:]}/silu_down"), x.dims)
+
+    def attention(self, q, k, v, heads, channels, *, fp32):  # type: ignore[no-untyped-def]
+        return super().attention(q, k, v, heads, channels, fp32=fp32 or "attention" in self.fp32)
+
+    def _node(self, kind: str, inputs: Any, label: str, **attributes: Any) -> str:
+        if kind == "Softmax" and "softmax" in self.fp32 and self.dtype != "fp32":
+            up = super()._node("Cast", inputs, f"{label}/up", to=1)
+            out = super()._node(kind, [up], label, **attributes)
+            return super()._node("Cast", [out], f"{label}/down", to=10)
+        return super()._node(kind, inputs, label, **attributes)
+
+    def _scaled(self, query: str, width: int, dtype: str, label: str) -> str:
+        if "rounded_scale" not in self.fp32:
+            return super()._scaled(query, width, dtype, label)
+        factor = self._constant([width**-0.5], [], dtype)
+        return self._node("Mul", [query, factor], f"{label}/scaled")
+
+
+@contextmanager
+def form(names: frozenset[str]) -> Iterator[None]:
+    Forms.fp32, before = names, onnx_graph.OnnxOps
+    onnx_graph.OnnxOps = Forms  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        onnx_graph.OnnxOps = before  # type: ignore[misc]
+
+
+def build(arch: Architecture, shape: Shape, names: frozenset[str], **spec: Any) -> Any:
+    backend = get_backend("tensorrt_rtx")
+    with tempfile.TemporaryDirectory() as folder, form(names):
+        model, out = Path(folder) / "unet.onnx", Path(folder) / "unet.engine"
+        onnx.save(onnx_graph.emit_graph(arch, shape, dtype="fp16"), model)
+        fields = {"weight_inputs": tuple(arch.parameters()), "conv_format": "hwc8", **spec}
+        build_spec = BuildSpec(weights="shared", capabilities=("9.0",), **fields)
+        backend.build(model, build_spec, out, lambda fraction, phase: None)
+        return backend.load(out.read_bytes(), device="cuda:0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the whole SD1.5 UNet")
+    parser.add_argument("--form", action="append", help="comma-separated operations in fp32")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    arch, shape = (SD15 if args.full else SMALL), Shape(batch=2, height=64, width=64)
+    device = torch.device("cuda:0")
+    sources = {
+        "synthetic": {n: t.half().to(device) for n, t in random_unet(arch).items()},
+        "strong": strong_weights(arch, torch.float16, device),
+    }
+    inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)
+    half = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
+    expected = {k: reference(TorchUNet(arch, w), inputs) for k, w in sources.items()}
+    rows, peers = {}, {}
+    rows["torch fp16"] = {
+        k: relative_l2(reference(TorchUNet(arch, w, torch.float16), inputs), expected[k])
+        for k, w in sources.items()
+    }
+    print("torch fp16", rows["torch fp16"], flush=True)
+    for text in args.form or [""]:
+        names = frozenset(text.split(",")) - {""}
+        engine = build(arch, shape, names)
+        errors = {}
+        for key, weights in sources.items():
+            Binding(engine, device).refresh(weights, epoch=key)
+            errors[key] = relative_l2(engine.run(half), expected[key])
+        rows[text or "as emitted"] = errors
+        peers[text or "as emitted"] = lambda engine=engine: engine.run(half)
+        print(text or "as emitted", errors, flush=True)
+    timings = interleave(peers, rounds=3, calls=20)
+    for name, timing in timings.items():
+        rows[name]["ms"] = timing.median
+        print(f"{name}: {timing.median:.3f} ms", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = "precision-full.json" if args.full else "precision.json"
+    (args.out / name).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
