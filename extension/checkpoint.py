@@ -29,6 +29,8 @@ PREFIXES = (
 EMA_PREFIX = "model_ema."
 # What files carry beside weights, inside the UNet's prefix, without effect on the UNet.
 MARKERS = re.compile(r"(^|\.)(scaled_fp8|v_pred|ztsnr|input_scale|scale_input|comfy_quant)$")
+# Parts beside the UNet in a file whose UNet has no prefix.
+OTHER_PARTS = re.compile(r"(model_ema|first_stage_model|vae|cond_stage_model|conditioner)\.")
 SCALES = ("scale_weight", "weight_scale")
 
 
@@ -154,12 +156,12 @@ def _find_unet(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """LDM name to raw name of every UNet weight, and of the scales of scaled fp8 weights."""
     prefix = _prefix(path, source)
+    inside = {name.removeprefix(prefix): name for name in source.shapes if name.startswith(prefix)}
     inside = {
-        name.removeprefix(prefix): name
-        for name in source.shapes
-        if name.startswith(prefix) and not (prefix == "" and name.startswith(EMA_PREFIX))
+        name: raw
+        for name, raw in inside.items()
+        if not MARKERS.search(name) and (prefix or not OTHER_PARTS.match(name))
     }
-    inside = {name: raw for name, raw in inside.items() if not MARKERS.search(name)}
     scales = {
         f"{name.rpartition('.')[0]}.weight": raw
         for name, raw in inside.items()

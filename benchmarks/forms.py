@@ -1,7 +1,8 @@
-"""Where an engine's rounding error comes from: forms of the same graph on one GPU.
+"""Forms of the same graph on one GPU: what each costs in time and in rounding error.
 
-Each form keeps some operations in fp32. For every form: the error of the shared engine against
-fp32 torch, with synthetic and with strong random weights, beside the error of fp16 torch.
+A form is a set of switches: operations kept in fp32, or written another way. For every form:
+the error of the shared engine against fp32 torch, with synthetic and with strong random weights,
+beside the error of fp16 torch; milliseconds a call; and its kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SMALL = replace(
 class Forms(OnnxOps):
     """The emitter with switches."""
 
-    fp32: frozenset[str] = frozenset()
+    on: frozenset[str] = frozenset()
 
     def _island(self, names: list[str], kind: str, label: str, **attributes: Any) -> str:
         inputs = [self._cast(name, "fp32", f"{name.strip('/')}/{label}/up") for name in names]
@@ -51,21 +52,21 @@ class Forms(OnnxOps):
         return self._cast(out, self.dtype, f"{label}/down")
 
     def group_norm(self, x: Value, name: str, channels: int, eps: float) -> Value:
-        if "group_norm" not in self.fp32:
+        if "group_norm" not in self.on:
             return super().group_norm(x, name, channels, eps)
         names = [x.name, *self._affine(name, channels)]
         attributes = {"num_groups": 32, "epsilon": eps}
         return Value(self._island(names, "GroupNormalization", name, **attributes), x.dims)
 
     def layer_norm(self, x: Value, name: str, channels: int) -> Value:
-        if "layer_norm" not in self.fp32:
+        if "layer_norm" not in self.on:
             return super().layer_norm(x, name, channels)
         names = [x.name, *self._affine(name, channels)]
         attributes = {"axis": -1, "epsilon": 1e-5}
         return Value(self._island(names, "LayerNormalization", name, **attributes), x.dims)
 
     def silu(self, x: Value) -> Value:
-        if "silu" not in self.fp32:
+        if "silu" not in self.on:
             return super().silu(x)
         up = self._cast(x.name, "fp32", f"{x.name[1:]}/silu_up")
         gate = self._node("Sigmoid", [up], f"{x.name[1:]}/sigmoid")
@@ -73,17 +74,66 @@ class Forms(OnnxOps):
         return Value(self._cast(out, self.dtype, f"{x.name[1:]}/silu_down"), x.dims)
 
     def attention(self, q, k, v, heads, channels, *, fp32):  # type: ignore[no-untyped-def]
-        return super().attention(q, k, v, heads, channels, fp32=fp32 or "attention" in self.fp32)
+        return super().attention(q, k, v, heads, channels, fp32=fp32 or "attention" in self.on)
+
+    def to_tokens(self, x: Value) -> Value:
+        if "nhwc" not in self.on:
+            return super().to_tokens(x)
+        last = self._node("Transpose", [x.name], f"{x.name[1:]}/last", perm=[0, 2, 3, 1])
+        shape = self._shape([0, -1, x.dims[1]])
+        name = self._node("Reshape", [last, shape], f"{x.name[1:]}/tokens")
+        return Value(name, (x.dims[0], "tokens", x.dims[1]))
+
+    def to_map(self, x: Value, like: Value) -> Value:
+        if "nhwc" not in self.on:
+            return super().to_map(x, like)
+        shape = self._shape([0, *like.dims[2:], x.dims[2]])
+        rows = self._node("Reshape", [x.name, shape], f"{x.name[1:]}/rows")
+        name = self._node("Transpose", [rows], f"{x.name[1:]}/map", perm=[0, 3, 1, 2])
+        return Value(name, (x.dims[0], x.dims[2], *like.dims[2:]))
+
+    def conv(self, x: Value, name: str, shape: tuple[int, int, int], *, stride: int = 1) -> Value:
+        out, channels, kernel = shape
+        if "conv1x1" not in self.on or kernel != 1:
+            return super().conv(x, name, shape, stride=stride)
+        weight = self._parameter(f"{name}.weight", (out, channels, 1, 1))
+        bias = self._parameter(f"{name}.bias", (out,))
+        flat = self._node("Reshape", [weight, self._shape([out, channels])], f"{name}/flat")
+        wide = self._node("Transpose", [flat], f"{name}/wide", perm=[1, 0])
+        tokens = self.to_tokens(x)
+        result = self._node("Add", [self._node("MatMul", [tokens.name, wide], name), bias], name)
+        return self.to_map(Value(result, (x.dims[0], "tokens", out)), x)
+
+    def linear(self, x: Value, name: str, shape: tuple[int, int], *, bias: bool = True) -> Value:
+        if "gemm" not in self.on or len(x.dims) == 2:
+            return super().linear(x, name, shape, bias=bias)
+        flat = self._node("Reshape", [x.name, self._shape([-1, shape[1]])], f"{name}/rows")
+        out = super().linear(Value(flat, ("rows", shape[1])), name, shape, bias=bias)
+        back = self._shape([x.dims[0], -1, shape[0]])
+        return Value(
+            self._node("Reshape", [out.name, back], f"{name}/back"), (*x.dims[:2], shape[0])
+        )
 
     def _node(self, kind: str, inputs: Any, label: str, **attributes: Any) -> str:
-        if kind == "Softmax" and "softmax" in self.fp32 and self.dtype != "fp32":
+        if kind == "Softmax" and "softmax" in self.on and self.dtype != "fp32":
             up = super()._node("Cast", inputs, f"{label}/up", to=1)
             out = super()._node(kind, [up], label, **attributes)
             return super()._node("Cast", [out], f"{label}/down", to=10)
+        if kind == "Gelu" and "erf" in self.on:
+            part = super()._node(
+                "Mul", [*inputs, self._constant([0.5**0.5], [], self.dtype)], label
+            )
+            part = super()._node("Erf", [part], label)
+            part = super()._node("Add", [part, self._constant([1.0], [], self.dtype)], label)
+            part = super()._node("Mul", [*inputs, part], label)
+            return super()._node("Mul", [part, self._constant([0.5], [], self.dtype)], label)
+        if kind == "Transpose" and label.endswith("/key") and "kt" in self.on:
+            inputs = [super()._node("Transpose", inputs, label, perm=[0, 2, 1, 3])]
+            attributes = {"perm": [0, 1, 3, 2]}
         return super()._node(kind, inputs, label, **attributes)
 
     def _scaled(self, query: str, width: int, dtype: str, label: str) -> str:
-        if "rounded_scale" not in self.fp32:
+        if "rounded_scale" not in self.on:
             return super()._scaled(query, width, dtype, label)
         factor = self._constant([width**-0.5], [], dtype)
         return self._node("Mul", [query, factor], f"{label}/scaled")
@@ -91,7 +141,7 @@ class Forms(OnnxOps):
 
 @contextmanager
 def form(names: frozenset[str]) -> Iterator[None]:
-    Forms.fp32, before = names, onnx_graph.OnnxOps
+    Forms.on, before = names, onnx_graph.OnnxOps
     onnx_graph.OnnxOps = Forms  # type: ignore[misc]
     try:
         yield
@@ -110,10 +160,28 @@ def build(arch: Architecture, shape: Shape, names: frozenset[str], **spec: Any) 
         return backend.load(out.read_bytes(), device="cuda:0")
 
 
+def kernels(engine: Any) -> dict[str, Any]:
+    """Launches and microseconds of one call, in all and for the kernels that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine._enqueue()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.device_time_total]
+    events.sort(key=lambda e: -e.device_time_total)
+    return {
+        "launches": sum(e.count for e in events),
+        "microseconds": round(sum(e.device_time_total for e in events)),
+        "longest": [[e.key[:110], e.count, round(e.device_time_total)] for e in events[:14]],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="the whole SD1.5 UNet")
-    parser.add_argument("--form", action="append", help="comma-separated operations in fp32")
+    parser.add_argument("--form", action="append", help="comma-separated switches")
+    parser.add_argument("--show", action="store_true", help="print the longest kernels")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     arch, shape = (SD15 if args.full else SMALL), Shape(batch=2, height=64, width=64)
@@ -138,15 +206,18 @@ def main() -> None:
         for key, weights in sources.items():
             Binding(engine, device).refresh(weights, epoch=key)
             errors[key] = relative_l2(engine.run(half), expected[key])
-        rows[text or "as emitted"] = errors
+        rows[text or "as emitted"] = {**errors, "kernels": kernels(engine)}
         peers[text or "as emitted"] = lambda engine=engine: engine.run(half)
-        print(text or "as emitted", errors, flush=True)
+        shown = rows[text or "as emitted"]["kernels"]
+        print(text or "as emitted", errors, shown["launches"], shown["microseconds"], flush=True)
+        if args.show:
+            print(*shown["longest"], sep="\n", flush=True)
     timings = interleave(peers, rounds=3, calls=20)
     for name, timing in timings.items():
         rows[name]["ms"] = timing.median
         print(f"{name}: {timing.median:.3f} ms", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "precision-full.json" if args.full else "precision.json"
+    name = "forms-full.json" if args.full else "forms.json"
     (args.out / name).write_text(json.dumps(rows, indent=1))
 
 
