@@ -25,7 +25,7 @@ from .unet import Control
 
 TIMESTEPS = (999.0, 701.5, 250.25, 1.0)
 LEAST_LIMIT, MOST_LIMIT = 2e-3, 2e-2
-NOISE_FACTOR = 1.5
+NOISE_FACTOR = 5.0
 BIAS_SPREAD, SCALE_SPREAD, SHARP_GAIN = 0.5, 0.3, 2.8
 
 Inputs = dict[str, Tensor]
@@ -59,11 +59,12 @@ class ParityResult:
 
 
 def limit_for(noise: float) -> float:
-    """Allowed error: 1.5 times what rounding costs torch, from 2e-3 to 2e-2.
+    """Allowed error: 5 times what rounding costs torch, from 2e-3 to 2e-2.
 
-    Kernels sum in other orders and fuse roundings away, so an honest engine is within a small
-    factor of torch's own rounding error. Below 2e-3 no picture shows a difference; above 2e-2 an
-    error is no rounding, whatever torch does.
+    Honest fp16 engines have 3.2 to 3.4 times torch's rounding error (SD1.5 on an H200), whatever
+    norm, softmax or attention is kept in fp32: their matrix products sum in fp16 where torch's
+    sum in fp32. Below 2e-3 no picture shows a difference; above 2e-2 an error is no rounding,
+    whatever torch does. Miscompiled engines were at 0.1 and above.
     """
     return min(max(NOISE_FACTOR * noise, LEAST_LIMIT), MOST_LIMIT)
 

@@ -122,7 +122,7 @@ def test_scaled_fp8_is_dequantised(tmp_path, scale_name):
         if scaled:
             layer = f"model.diffusion_model.{name.removesuffix('.weight')}"
             extra[f"{layer}.{scale_name}"] = scale
-            extra[f"{layer}.scale_input"] = scale
+            extra[f"{layer}.scale_input"] = scale.clone()
     with open_checkpoint(write(tmp_path / "m.safetensors", weights, extra=extra)) as checkpoint:
         assert checkpoint.architecture == ARCH
         same(checkpoint, expected)

@@ -99,6 +99,7 @@ def _module() -> Any:
         import onnxruntime
     except ImportError as error:
         raise MissingPackageError.of("onnxruntime", "to run engines on the CPU") from error
+    onnxruntime.disable_telemetry_events()
     return onnxruntime
 
 
