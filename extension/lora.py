@@ -160,7 +160,8 @@ class LoraFile:
         padded = target == "input_blocks.0.0"
         if adapter.inputs is not None and len(weight) > 1:
             expected = weight[1]
-            if adapter.inputs != expected and not (padded and adapter.inputs < expected):
+            fitting = (expected, math.prod(weight[1:]))
+            if adapter.inputs not in fitting and not (padded and adapter.inputs < expected):
                 raise WrongBaseError(
                     f"'{self.path.name}' was made for another model than {arch.label}: "
                     f"'{target}' takes {expected} channels, the LoRA {adapter.inputs}."

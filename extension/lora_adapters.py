@@ -216,7 +216,8 @@ def _decompose(weight: Tensor, change: Tensor, magnitude: Tensor) -> Tensor:
     )
     axis = 0 if on_output else 1
     others = [i for i in range(weight.ndim) if i != axis]
-    norm = merged.norm(dim=others, keepdim=True) + torch.finfo(torch.float32).eps
+    norm = torch.linalg.vector_norm(merged, dim=others, keepdim=True)
+    norm = norm + torch.finfo(torch.float32).eps
     shape = [1] * weight.ndim
     shape[axis] = -1
     decomposed: Tensor = merged * (magnitude.reshape(shape) / norm)
