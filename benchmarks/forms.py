@@ -24,6 +24,7 @@ from extension.architecture import SD15, Architecture
 from extension.binding import Binding
 from extension.engine import get_backend
 from extension.engine.interface import BuildSpec
+from extension.errors import EngineRoomError
 from extension.ops_onnx import OnnxOps, Value
 from extension.ops_torch import TorchUNet
 from extension.parity import random_inputs, reference, relative_l2, strong_weights
@@ -74,35 +75,45 @@ class Forms(OnnxOps):
         return Value(self._cast(out, self.dtype, f"{x.name[1:]}/silu_down"), x.dims)
 
     def attention(self, q, k, v, heads, channels, *, fp32):  # type: ignore[no-untyped-def]
-        return super().attention(q, k, v, heads, channels, fp32=fp32 or "attention" in self.on)
+        if not self.on & {"scores", "split", "pad64", "op"}:
+            return super().attention(q, k, v, heads, channels, fp32=fp32 or "attention" in self.on)
+        label = q.name[1:].removesuffix(".to_q")
+        width = channels // heads
+        if "op" in self.on:
+            return Value(self._fused([t.name for t in (q, k, v)], heads, width, label), q.dims)
+        parts = [self._padded(self._split_heads(t, heads, channels), width) for t in (q, k, v)]
+        orders = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+        query, key, value = (
+            self._node("Transpose", [part], f"{label}/{role}", perm=order)
+            for part, order, role in zip(parts, orders, ("query", "key", "value"), strict=True)
+        )
+        if "split" in self.on:
+            query = self._times(query, width**-0.25, f"{label}/scaled")
+            key = self._times(key, width**-0.25, f"{label}/scaled_key")
+        scores = self._node("MatMul", [query, key], f"{label}/scores")
+        if "split" not in self.on:
+            scores = self._times(scores, width**-0.5, f"{label}/scaled")
+        weights = self._node("Softmax", [scores], f"{label}/softmax", axis=-1)
+        out = self._node("MatMul", [weights, value], f"{label}/weighted")
+        out = self._node("Transpose", [out], f"{label}/joined", perm=[0, 2, 1, 3])
+        ends = [self._shape([n]) for n in (0, width, 3)]
+        out = self._node("Slice", [out, *ends], f"{label}/cut") if "pad64" in self.on else out
+        out = self._node("Reshape", [out, self._shape([0, 0, channels])], f"{label}/attended")
+        return Value(out, q.dims)
 
-    def to_tokens(self, x: Value) -> Value:
-        if "nhwc" not in self.on:
-            return super().to_tokens(x)
-        last = self._node("Transpose", [x.name], f"{x.name[1:]}/last", perm=[0, 2, 3, 1])
-        shape = self._shape([0, -1, x.dims[1]])
-        name = self._node("Reshape", [last, shape], f"{x.name[1:]}/tokens")
-        return Value(name, (x.dims[0], "tokens", x.dims[1]))
+    def _fused(self, names: list[str], heads: int, width: int, label: str) -> str:
+        """The Attention operator of opset 23."""
+        counts = {"q_num_heads": heads, "kv_num_heads": heads, "scale": width**-0.5}
+        return self._node("Attention", names, f"{label}/attended", **counts)
 
-    def to_map(self, x: Value, like: Value) -> Value:
-        if "nhwc" not in self.on:
-            return super().to_map(x, like)
-        shape = self._shape([0, *like.dims[2:], x.dims[2]])
-        rows = self._node("Reshape", [x.name, shape], f"{x.name[1:]}/rows")
-        name = self._node("Transpose", [rows], f"{x.name[1:]}/map", perm=[0, 3, 1, 2])
-        return Value(name, (x.dims[0], x.dims[2], *like.dims[2:]))
+    def _padded(self, name: str, width: int) -> str:
+        if "pad64" not in self.on or width >= 64:
+            return name
+        pads = self._shape([0, 0, 0, 0, 0, 0, 0, 64 - width])
+        return self._node("Pad", [name, pads], f"{name[1:]}/pad")
 
-    def conv(self, x: Value, name: str, shape: tuple[int, int, int], *, stride: int = 1) -> Value:
-        out, channels, kernel = shape
-        if "conv1x1" not in self.on or kernel != 1:
-            return super().conv(x, name, shape, stride=stride)
-        weight = self._parameter(f"{name}.weight", (out, channels, 1, 1))
-        bias = self._parameter(f"{name}.bias", (out,))
-        flat = self._node("Reshape", [weight, self._shape([out, channels])], f"{name}/flat")
-        wide = self._node("Transpose", [flat], f"{name}/wide", perm=[1, 0])
-        tokens = self.to_tokens(x)
-        result = self._node("Add", [self._node("MatMul", [tokens.name, wide], name), bias], name)
-        return self.to_map(Value(result, (x.dims[0], "tokens", out)), x)
+    def _times(self, name: str, factor: float, label: str) -> str:
+        return self._node("Mul", [name, self._constant([factor], [], self.dtype)], label)
 
     def linear(self, x: Value, name: str, shape: tuple[int, int], *, bias: bool = True) -> Value:
         if "gemm" not in self.on or len(x.dims) == 2:
@@ -153,7 +164,10 @@ def build(arch: Architecture, shape: Shape, names: frozenset[str], **spec: Any) 
     backend = get_backend("tensorrt_rtx")
     with tempfile.TemporaryDirectory() as folder, form(names):
         model, out = Path(folder) / "unet.onnx", Path(folder) / "unet.engine"
-        onnx.save(onnx_graph.emit_graph(arch, shape, dtype="fp16"), model)
+        graph = onnx_graph.emit_graph(arch, shape, dtype="fp16")
+        if "op" in names:
+            graph.opset_import[0].version = 23
+        onnx.save(graph, model)
         fields = {"weight_inputs": tuple(arch.parameters()), "conv_format": "hwc8", **spec}
         build_spec = BuildSpec(weights="shared", capabilities=("9.0",), **fields)
         backend.build(model, build_spec, out, lambda fraction, phase: None)
@@ -201,7 +215,11 @@ def main() -> None:
     print("torch fp16", rows["torch fp16"], flush=True)
     for text in args.form or [""]:
         names = frozenset(text.split(",")) - {""}
-        engine = build(arch, shape, names)
+        try:
+            engine = build(arch, shape, names)
+        except EngineRoomError as error:
+            print(text, error, flush=True)
+            continue
         errors = {}
         for key, weights in sources.items():
             Binding(engine, device).refresh(weights, epoch=key)
