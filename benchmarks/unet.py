@@ -38,6 +38,11 @@ CASES: dict[str, tuple[Architecture, Shape]] = {
     "sd15-512-b2": (SD15, Shape(batch=2, height=64, width=64)),
     "sdxl-1024-b2": (SDXL, Shape(batch=2, height=128, width=128)),
 }
+ENGINES: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "shared, HWC8 copies": {"conv_format": "hwc8"},
+    "baked": {"baked": True},
+}
 
 
 class Bench:
@@ -208,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--compile", action="store_true", help="also time torch.compile")
-    parser.add_argument("--no-baked", action="store_true")
+    parser.add_argument("--engine", action="append", choices=ENGINES, help="default: all")
     parser.add_argument("--library", type=Path, default=Path("build/bench"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -229,10 +234,8 @@ def main() -> None:
         }
         path = args.out / f"unet-{name}.json"
         bench = Bench(name, Library(args.library), out)
-        bench.add_engine("shared")
-        bench.add_engine("shared, HWC8 copies", conv_format="hwc8")
-        if not args.no_baked:
-            bench.add_engine("baked", baked=True)
+        for label in args.engine or ENGINES:
+            bench.add_engine(label, **ENGINES[label])
         bench.add_torch(compiled=args.compile)
         bench.time()
         bench.lora_change()
