@@ -24,7 +24,7 @@ from .shapes import Shape
 from .unet import Control
 
 TIMESTEPS = (999.0, 701.5, 250.25, 1.0)
-LEAST_LIMIT, MOST_LIMIT = 2e-3, 2e-2
+LEAST_LIMIT, MOST_LIMIT = 2e-3, 4e-2
 NOISE_FACTOR = 5.0
 BIAS_SPREAD, SCALE_SPREAD, SHARP_GAIN = 0.5, 0.3, 2.8
 
@@ -59,12 +59,12 @@ class ParityResult:
 
 
 def limit_for(noise: float) -> float:
-    """Allowed error: 5 times what rounding costs torch, from 2e-3 to 2e-2.
+    """Allowed error: 5 times what rounding costs torch, from 2e-3 to 4e-2.
 
-    Honest fp16 engines have 3.2 to 3.4 times torch's rounding error (SD1.5 on an H200), whatever
-    norm, softmax or attention is kept in fp32: their matrix products sum in fp16 where torch's
-    sum in fp32. Below 2e-3 no picture shows a difference; above 2e-2 an error is no rounding,
-    whatever torch does. Miscompiled engines were at 0.1 and above.
+    Honest fp16 engines have 3.2 to 3.5 times torch's rounding error (SD1.5 and SDXL on an H200),
+    whichever of norms, softmax, attention and SiLU are kept in fp32, so it comes from the matrix
+    products. Below 2e-3 no picture shows a difference; above 4e-2 an error is no rounding,
+    whatever torch does. The miscompiled engines that were seen were at 0.1 and above.
     """
     return min(max(NOISE_FACTOR * noise, LEAST_LIMIT), MOST_LIMIT)
 
