@@ -17,6 +17,7 @@ from ..library import Library
 from ..machine import backend_versions, default_device
 from ..model import LoraChoice, Model
 from ..onnx_export import export_pair
+from ..parity import MOST_LIMIT
 from ..picture import save_png, side_by_side
 from ..routed import RoutedUNet
 from ..sampler import Conditioning, SampleSettings
@@ -172,11 +173,12 @@ def _save(scene: _Scene, runs: list[tuple[Comparison, float]]) -> Path:
 
 
 def _good(data: dict[str, Any]) -> bool:
-    limit = 2e-2
     worst = max(run["worst_call_error"] for run in data["runs"])
     rtx = data["tensorrt_rtx"]
     built = rtx is None or "error" not in rtx
-    return worst <= limit and data["host"] == 0 and not data["builds_for_lora_change"] and built
+    return (
+        worst <= MOST_LIMIT and data["host"] == 0 and not data["builds_for_lora_change"] and built
+    )
 
 
 def _lines(scene: _Scene, data: dict[str, Any], runs: list[tuple[Comparison, float]]) -> list[str]:
