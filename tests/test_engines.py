@@ -15,6 +15,7 @@ from extension.engine import BACKENDS, get_backend
 from extension.engine.interface import BuildSpec
 from extension.engine.trt_build import takes_hwc8
 from extension.errors import BuildError, EngineError, SettingError
+from extension.onnx_export import export_pair
 from extension.onnx_graph import emit_graph
 from extension.ops_torch import TorchUNet
 from extension.parity import LEAST_LIMIT, check, strong_weights
@@ -211,3 +212,26 @@ def test_unknown_backends_devices_and_settings():
     with pytest.raises(EngineError, match="cuda:0"):
         get_backend("onnxruntime").load(b"", device="cuda:0")
     assert {get_backend(name).name for name in BACKENDS} == set(BACKENDS)
+
+
+class Distinct(dict):
+    """Tensors that share pools, made different, since a builder stores equal ones once."""
+
+    def __getitem__(self, name):
+        tensor = super().__getitem__(name)
+        return tensor.flatten().roll(list(self).index(name)).view(tensor.shape)
+
+
+@pytest.mark.slow
+def test_a_full_size_baked_engine_builds_from_its_pair(tmp_path):
+    """SD1.5 with its weights inside; views of few random pools keep the test itself small."""
+    pytest.importorskip("tensorrt_rtx")
+    arch = FULL["sd15"]
+    weights = Distinct(strong_weights(arch, torch.float16, CPU))
+    shape = Shape(batch=2, height=64, width=64)
+    export_pair(weights, arch, tmp_path, dtype="fp16", shape=shape)
+    spec = BuildSpec(weights="baked", capabilities=("8.9",), io_dtype="fp16")
+    out = tmp_path / "unet.engine"
+    backend = get_backend("tensorrt_rtx")
+    backend.build(tmp_path / "unet.onnx", spec, out, lambda fraction, text: None)
+    assert out.stat().st_size > sum(2 * t.numel() for t in weights.values()) * 0.98
