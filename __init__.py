@@ -11,7 +11,10 @@ NODE_DISPLAY_NAME_MAPPINGS: dict = {}
 
 if __package__ and importlib.util.find_spec("comfy") is not None:
     try:
+        from .extension.hosts.comfy import routes
         from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+        routes.register()
     except Exception:
         logging.getLogger("engine_room").exception("Engine Room's nodes could not be loaded.")
 

@@ -21,6 +21,7 @@ from .library import Entry, Library
 from .log import logger
 from .machine import can_build_ahead
 from .manifest import Manifest
+from .packages import worker_folders
 from .progress import CancelToken, ProgressSink
 from .worker_tasks import SAFETENSORS
 
@@ -99,7 +100,9 @@ def _build(
         "out": str(out),
         "expected_seconds": history.expect(*facts),
     }
-    setup = setup or WorkerSetup(hide_gpu=can_build_ahead(key.capabilities))
+    setup = setup or WorkerSetup(
+        packages=worker_folders(key.backend), hide_gpu=can_build_ahead(key.capabilities)
+    )
     result = run_job(job, on_progress=on_progress, cancel=cancel, limits=limits, setup=setup)
     cancel.raise_if_cancelled()
     manifest = Manifest(

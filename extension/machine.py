@@ -7,8 +7,9 @@ import sys
 from functools import lru_cache
 
 from .engine import BACKENDS, get_backend
-from .errors import EngineRoomError
+from .errors import EngineRoomError, MissingPackageError
 from .library import Machine
+from .packages import install_command
 
 CPU_BACKEND = "onnxruntime"
 RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
@@ -62,11 +63,18 @@ def default_device() -> str:
 
 
 def default_backend(device: str) -> str:
-    """The backend for ``device``: TensorRT-RTX before TensorRT on a GPU."""
+    """The backend for ``device``: TensorRT-RTX before TensorRT on a GPU.
+
+    Raises:
+        MissingPackageError: a GPU without any of them.
+    """
     if device == "cpu":
         return CPU_BACKEND
-    versions = backend_versions()
-    return next(name for name in BACKENDS if name in versions and name != CPU_BACKEND)
+    names = [name for name in BACKENDS if name in backend_versions() and name != CPU_BACKEND]
+    if not names:
+        command = install_command("tensorrt_rtx")
+        raise MissingPackageError.of("tensorrt-rtx", "to run engines on the GPU", command)
+    return names[0]
 
 
 def can_build_ahead(capabilities: tuple[str, ...]) -> bool:

@@ -14,8 +14,9 @@ from .engine.interface import DTYPES, check_choice
 from .errors import BadFileError
 from .files import ensure_folder
 from .fingerprint import Fingerprinter
-from .jobs import run_job
+from .jobs import WorkerSetup, run_job
 from .onnx_graph import METADATA_PREFIX
+from .packages import worker_folders
 from .progress import CancelToken, Phase, ProgressSink, Timeline
 from .safetensors_file import Entry, write_safetensors
 from .shapes import Shape
@@ -100,7 +101,8 @@ def export_pair(
         "dtype": dtype,
         "metadata": {**(origin or {}), "weights": fingerprint},
     }
-    result = run_job(job, cancel=cancel)
+    setup = WorkerSetup(packages=worker_folders(""))
+    result = run_job(job, cancel=cancel, setup=setup)
     on_progress(timeline.done())
     return ExportResult(folder=folder, fingerprint=fingerprint, nbytes=total + result["bytes"])
 

@@ -147,7 +147,7 @@ def check(
     engine: Engine,
     arch: Architecture,
     shape: Shape,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     *,
     dtype: str,
     device: str,
@@ -156,7 +156,8 @@ def check(
     """Compare ``engine`` with fp32 torch.
 
     Args:
-        weights: the weights at hand; for a baked engine, those baked in.
+        weights: the weights at hand, or None for random ones alone (they may be changing); for
+            a baked engine, those baked in.
         dtype: the engine's I/O dtype.
         pause: called between slices of work, so that a host can go on in between.
 
@@ -184,11 +185,12 @@ def check(
 def _sources(
     engine: Engine,
     arch: Architecture,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     dtype: str,
     device: torch.device,
 ) -> Iterator[tuple[Hashable, Mapping[str, Tensor]]]:
-    yield "at hand", weights
+    if weights is not None:
+        yield "at hand", weights
     if engine.weights:
         yield "random", strong_weights(arch, TORCH_DTYPES[dtype], device)
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .architecture import Architecture
-from .binding import Binding, BindingReport
+from .binding import BindingReport
 from .dispatch import engine_inputs, serve
 from .engine.interface import Engine
 from .errors import EngineRoomError
 from .log import logger
+from .pool import EnginePool
 from .router import Call, Candidate, Counters, Host, Plan, Reason, route
 from .shapes import Shape
 from .unet import Control
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
+MISSING = (Reason.NO_ENGINE, Reason.SIZE, Reason.PRECISION, Reason.TOKENS, Reason.CONTROL)
 UNetCall = Callable[..., Tensor]
-
-
-@dataclass
-class LoadedEngine:
-    """An engine in memory, what the router knows of it, and its weights."""
-
-    candidate: Candidate
-    engine: Engine
-    binding: Binding
 
 
 class RoutedUNet:
@@ -40,6 +31,9 @@ class RoutedUNet:
         weights: LDM name to tensor: what shared engines are bound to.
         host: the host's own UNet with the same arguments: serves every call no engine can.
         epoch: token of the weights as given; see ``set_weights``.
+        pool: engines in memory; one of its own by default.
+        on_miss: called with a call that no engine serves yet and why; may load one, and returns
+            whether routing should be tried again.
     """
 
     def __init__(
@@ -50,13 +44,16 @@ class RoutedUNet:
         *,
         epoch: Hashable = 0,
         fingerprint: str | None = None,
+        pool: EnginePool | None = None,
+        on_miss: Callable[[Call, Host], bool] = lambda call, answer: False,
     ) -> None:
         self.arch = arch
         self.host = host
         self.counters = Counters()
         self.last_binding: BindingReport | None = None
-        self._engines: dict[str, LoadedEngine] = {}
-        self._lock = threading.Lock()
+        self.pool = pool or EnginePool()
+        self._on_miss = on_miss
+        self._identity = object()
         self.set_weights(weights, epoch=epoch, fingerprint=fingerprint)
 
     def set_weights(
@@ -72,9 +69,7 @@ class RoutedUNet:
 
     def add_engine(self, candidate: Candidate, engine: Engine) -> None:
         """Offer a loaded engine to the router."""
-        binding = Binding(engine, torch.device(candidate.device))
-        with self._lock:
-            self._engines[candidate.stem] = LoadedEngine(candidate, engine, binding)
+        self.pool.add(candidate, engine)
 
     def describe(
         self, x: Tensor, context: Tensor, control: bool, features: Sequence[str] = ()
@@ -97,7 +92,6 @@ class RoutedUNet:
             fingerprint=self.fingerprint,
         )
 
-    @torch.no_grad()
     def __call__(
         self,
         x: Tensor,
@@ -108,24 +102,65 @@ class RoutedUNet:
         *,
         features: Sequence[str] = (),
     ) -> Tensor:
-        """One UNet call; the result has ``x``'s dtype. An engine that fails is set aside."""
-        with self._lock:
-            call = self.describe(x, context, control is not None, features)
-            answer = route(call, [e.candidate for e in self._engines.values()])
-            if isinstance(answer, Plan):
+        """One UNet call; the result has ``x``'s dtype."""
+        out = self.serve(x, timesteps, context, y, control, features=features)
+        return self.host(x, timesteps, context, y, control) if out is None else out
+
+    @torch.no_grad()
+    def serve(
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor,
+        y: Tensor | None = None,
+        control: Control[Tensor] | None = None,
+        *,
+        features: Sequence[str] = (),
+    ) -> Tensor | None:
+        """The call through engines, in ``x``'s dtype; None where the host must serve.
+
+        Either way it is counted. Inputs are never changed. An engine that fails is set aside.
+        """
+        call = self.describe(x, context, control is not None, features)
+        answer = self._route(call)
+        if isinstance(answer, Plan):
+            with self.pool.lock:
                 inputs = engine_inputs(x, timesteps, context, y, control)
                 answer, out = self._try(answer, inputs)
                 if out is not None:
-                    self.counters.count(answer)
-                    return out.to(x.dtype)
-            self.counters.count(answer)
-        return self.host(x, timesteps, context, y, control)
+                    # The engine's own buffer is overwritten by its next call.
+                    out = out.to(x.dtype) if out.dtype != x.dtype else out.clone()
+        else:
+            out = None
+        self.counters.count(answer)
+        return out
+
+    def count_host(self, reason: Reason, text: str) -> None:
+        """Count a call that the host serves for a reason the router cannot know."""
+        self.counters.count(Host(reason=reason, text=text))
+
+    def _route(self, call: Call) -> Plan | Host:
+        answer = route(call, self.pool.candidates())
+        missing = isinstance(answer, Host) and answer.reason in MISSING
+        if isinstance(answer, Host) and missing and self._on_miss(call, answer):
+            return route(call, self.pool.candidates())
+        return answer
 
     def _try(self, plan: Plan, inputs: Mapping[str, Tensor]) -> tuple[Plan | Host, Tensor | None]:
-        loaded = {part.stem: self._engines[part.stem] for part in plan.parts}
+        try:
+            loaded = {part.stem: self.pool.use(part.stem) for part in plan.parts}
+        except KeyError:
+            return Host(reason=Reason.NOT_READY, text="the engine was just unloaded"), None
+        epoch = (self._identity, self.epoch)
         try:
             for entry in loaded.values():
-                self.last_binding = entry.binding.refresh(self.weights, self.epoch)
+                self.last_binding = entry.binding.refresh(self.weights, epoch)
+        except EngineRoomError as error:
+            # The model's fault, not the engine's: others may go on with it.
+            return Host(reason=Reason.WEIGHTS, text=error.message), None
+        except torch.cuda.OutOfMemoryError as error:
+            return Host(reason=Reason.MEMORY, text=str(error).split(".")[0]), None
+        try:
             out = serve(plan, {stem: entry.engine for stem, entry in loaded.items()}, inputs)
             if not bool(torch.isfinite(out).all()):
                 return self._set_aside(plan, Reason.NOT_FINITE, "its output is not finite"), None
@@ -139,14 +174,9 @@ class RoutedUNet:
         names = ", ".join(sorted({part.stem for part in plan.parts}))
         logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
         for part in plan.parts:
-            entry = self._engines[part.stem]
-            entry.candidate = replace(entry.candidate, ready=False)
+            self.pool.set_aside(part.stem)
         return Host(reason=reason, text=f"engine {names}: {text}")
 
     def close(self) -> None:
-        """Release every engine."""
-        with self._lock:
-            for entry in self._engines.values():
-                entry.binding.release()
-                entry.engine.close()
-            self._engines.clear()
+        """Release every engine of the pool."""
+        self.pool.close()

@@ -147,10 +147,10 @@ def verify(
     entry: Entry,
     engine: Engine,
     arch: Architecture,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     target: Target,
 ) -> ParityResult:
-    """Compare with the reference on this machine, and record the figures."""
+    """Compare with the reference on this machine, and record the figures; see ``check``."""
     key = entry.key
     dtype, device = key.io_dtype, target.device
     result = check(engine, arch, key.shape, weights, dtype=dtype, device=device)

@@ -1,8 +1,20 @@
-"""ComfyUI nodes: none yet; the pack loads so that it can be installed and updated already."""
+"""ComfyUI nodes, in the V1 form that every version since 0.3.40 loads."""
 
-from ..extension import __version__
+from .build import EngineRoomBuild, EngineRoomExport
+from .compare import EngineRoomCompare
+from .model import EngineRoomModel
 
-NODE_CLASS_MAPPINGS: dict = {}
-NODE_DISPLAY_NAME_MAPPINGS: dict = {}
+NODE_CLASS_MAPPINGS = {
+    "EngineRoomModel": EngineRoomModel,
+    "EngineRoomBuild": EngineRoomBuild,
+    "EngineRoomExport": EngineRoomExport,
+    "EngineRoomCompare": EngineRoomCompare,
+}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "EngineRoomModel": "TensorRT",
+    "EngineRoomBuild": "Build TRT engine",
+    "EngineRoomExport": "Export ONNX",
+    "EngineRoomCompare": "Compare with TRT engine",
+}
 
-__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "__version__"]
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError, EngineError, MissingPackageError
 from ..files import atomic_write
+from ..packages import import_private
 from .interface import BuildResult, BuildSpec, Engine, ProgressCallback, TensorSpec
 
 if TYPE_CHECKING:
@@ -94,9 +96,10 @@ class OnnxRuntimeEngine:
         self._session, self._bound = None, {}
 
 
+@lru_cache(maxsize=1)
 def _module() -> Any:
     try:
-        import onnxruntime
+        onnxruntime = import_private("onnxruntime", "onnxruntime")
     except ImportError as error:
         raise MissingPackageError.of("onnxruntime", "to run engines on the CPU") from error
     onnxruntime.disable_telemetry_events()

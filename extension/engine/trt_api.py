@@ -6,19 +6,14 @@ and TensorRT share the classes; ``EDITIONS`` holds what differs.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from .. import packages
 from ..errors import MissingPackageError
-
-PACKAGES_VARIABLE = "ENGINE_ROOM_PACKAGES"
+from ..packages import import_private
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +67,6 @@ class CudaEngine(Protocol):
     def create_execution_context(self, config: Any) -> Context | None: ...
 
 
-def private_folder(name: str) -> Path | None:
-    """The extension's private folder with that edition's bindings, if the host set one."""
-    root = os.environ.get(PACKAGES_VARIABLE, "")
-    if not root:
-        return None
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    found = sorted(Path(root).glob(f"tensorrt-{tag}-{name}-*"))
-    return found[-1] if found else None
-
-
 def load_module(name: str) -> ModuleType:
     """Import an edition: what the process already has, else the private folder's copy.
 
@@ -92,22 +77,11 @@ def load_module(name: str) -> ModuleType:
     if edition.module in sys.modules:
         return sys.modules[edition.module]
     try:
-        with _on_path(private_folder(name)):
-            return importlib.import_module(edition.module)
+        return import_private(edition.module, name)
     except ImportError as error:
-        raise MissingPackageError.of(edition.package, "to build and run engines") from error
-
-
-@contextlib.contextmanager
-def _on_path(folder: Path | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+        raise MissingPackageError.of(
+            edition.package, "to build and run engines", packages.install_command(name)
+        ) from error
 
 
 def capability_enum(trt: ModuleType, capability: str) -> Any:

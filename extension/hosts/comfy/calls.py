@@ -1,0 +1,74 @@
+"""ComfyUI's UNet calls in the engine's terms: control residuals, features, weights epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...architecture import Architecture
+from ...ops_shapes import skip_shapes
+from ...shapes import Shape
+from ...unet import Control
+
+CONTROL_PARTS = {"input", "middle", "output"}
+# Entries of transformer_options that change what the network computes, where they are not empty.
+ACTIVE_OPTIONS = {
+    "patches": "patches",
+    "patches_replace": "replaced blocks",
+    "optimized_attention_override": "an attention override",
+    "block_modifiers": "block modifiers",
+    "block_inner_modifiers": "block modifiers",
+    "group_norm_wrapper": "a group norm wrapper",
+}
+
+
+def active_features(
+    options: Mapping[str, Any], extra: Mapping[str, Any], control: Mapping[str, Any] | None
+) -> list[str]:
+    """Names of what is active in a call and no engine computes."""
+    found = []
+    for key, words in ACTIVE_OPTIONS.items():
+        value = options.get(key)
+        if value:
+            names = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else ""
+            found.append(f"{words} ({names})" if names else words)
+    found += [f"the input '{name}'" for name, value in extra.items() if value is not None]
+    unknown = set(control or {}) - CONTROL_PARTS
+    found += [f"control '{name}'" for name in sorted(unknown) if control and control[name]]
+    return found
+
+
+def read_control(
+    control: Mapping[str, Sequence[Tensor | None]] | None, arch: Architecture, shape: Shape
+) -> tuple[Control[Tensor] | None, str]:
+    """The residuals of a call by block, and why they cannot be used (empty where they can).
+
+    The host pops its lists from the end: the input list runs from the last block to the first,
+    the output list belongs to the last skips. They are read here and left as they are.
+    """
+    if control is None or not any(control.get(part) for part in CONTROL_PARTS):
+        return None, ""
+    sizes = [tuple(dims) for dims in skip_shapes(arch, shape)]
+    count = len(sizes)
+    inputs = [*reversed(control.get("input") or ())][:count]
+    last = [*(control.get("output") or ())][-count:]
+    outputs: list[Tensor | None] = [*[None] * (count - len(last)), *last]
+    middle = [*(control.get("middle") or ())][-1:]
+    wanted = [*sizes[: len(inputs)], *sizes[-1:] * len(middle), *sizes]
+    for residual, size in zip([*inputs, *middle, *outputs], wanted, strict=True):
+        if residual is not None and tuple(residual.shape) != size:
+            return None, f"a control residual of shape {tuple(residual.shape)} instead of {size}"
+    return Control(input=inputs, middle=middle, output=outputs), ""
+
+
+def weights_epoch(base: Any, run: int) -> Hashable:
+    """Changes whenever the host may have changed the contents of a weight.
+
+    Scheduled LoRAs (hooks) write weights between calls without any sign, so every call is an
+    epoch of its own while they are active.
+    """
+    patcher = getattr(base, "current_patcher", None)
+    hooks = getattr(patcher, "current_hooks", None) or getattr(patcher, "forced_hooks", None)
+    return (getattr(base, "current_weight_patches_uuid", None), run, object() if hooks else None)

@@ -1,0 +1,130 @@
+"""What the nodes do besides routing: build, export, compare; with progress and cancel."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import folder_paths
+import torch
+
+from ...errors import CancelledError, SettingError, UnsupportedModelError
+from ...onnx_export import export_pair
+from ...parity import relative_l2
+from ...routed import DTYPE_NAMES
+from ...serving import Target
+from ...shapes import Shape
+from ...tiers import Job
+from .routing import WaitProgress, room, route, served_model, unroute
+from .weights import PatchedWeights
+
+
+def job_of(model: Any, shape: Shape) -> Job:
+    """The engine job for a MODEL as its calls will arrive.
+
+    Raises:
+        UnsupportedModelError: it is no UNet that engines can serve.
+        MissingPackageError: no backend is installed for its device.
+    """
+    served = served_model(model)
+    if served.arch is None:
+        raise UnsupportedModelError(served.refusal)
+    base = model.model
+    dtype = getattr(base, "manual_cast_dtype", None) or base.get_dtype()
+    if dtype not in DTYPE_NAMES:
+        raise SettingError(f"The model computes in {dtype}, which no engine does.")
+    device = torch.device(model.load_device)
+    place = f"cuda:{device.index or 0}" if device.type == "cuda" else str(device)
+    return Job(arch=served.arch, shape=shape, target=Target(device=place, dtype=DTYPE_NAMES[dtype]))
+
+
+def build(model: Any, shape: Shape) -> str:
+    """Build, verify and load the engine for ``shape``; returns a report.
+
+    Raises:
+        EngineRoomError: it cannot be built; says why.
+    """
+    job = job_of(model, shape)
+    tiers = room().tiers
+    key = tiers.key(job)
+    tiers.failed.pop(key.stem, None)
+    present = room().library.find(key) is not None
+    progress, started = WaitProgress(), time.monotonic()
+    try:
+        ready = tiers.provide(job, on_progress=progress, cancel=progress.cancel)
+    except CancelledError:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise
+    if not ready:
+        raise SettingError(f"No engine: {tiers.failed[key.stem]}")
+    entry = room().library.entry(key.stem, job.target.machine)
+    done = "was there already" if present else f"built in {time.monotonic() - started:.0f} s"
+    return (
+        f"{job.arch.label}, {shape.label}: engine {key.stem} {done}, "
+        f"{entry.bytes_on_disk / 1e6:.0f} MB; {entry.text}. "
+        "It serves every checkpoint and LoRA of this kind."
+    )
+
+
+def export(model: Any, name: str) -> str:
+    """Write the MODEL with every patch merged as an ONNX pair under the output folder.
+
+    Raises:
+        EngineRoomError: as ``export_pair``; also for a name that is none.
+    """
+    served = served_model(model)
+    if served.arch is None:
+        raise UnsupportedModelError(served.refusal)
+    root = Path(folder_paths.get_output_directory()).resolve()
+    folder = (root / name).resolve()
+    if not name.strip() or root not in folder.parents:
+        raise SettingError(
+            f"'{name}' is no folder inside the output folder.", hint="Write a plain name."
+        )
+    progress = WaitProgress()
+    try:
+        with torch.inference_mode(False):
+            export_pair(
+                PatchedWeights(model),
+                served.arch,
+                folder,
+                dtype="fp16",
+                origin={"host": "ComfyUI"},
+                on_progress=progress,
+                cancel=progress.cancel,
+            )
+    except CancelledError:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise
+    return str(folder)
+
+
+def compare(
+    model: Any, positive: Any, negative: Any, latent: Any, *, seed: int, steps: int, cfg: float
+) -> tuple[Any, Any, str]:
+    """Sample with the host and with engines: both latents, and a report."""
+    samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"])
+    noise = comfy.sample.prepare_noise(samples, seed)
+    served = served_model(model)
+    results, seconds = [], []
+    for runner in (unroute(model), route(model, policy="wait")):
+        if served.arch is not None:
+            served.routed.counters.reset()
+        started = time.perf_counter()
+        results.append(
+            comfy.sample.sample(
+                runner, noise, steps, cfg, "euler", "normal", positive, negative, samples, seed=seed
+            )
+        )
+        seconds.append(time.perf_counter() - started)
+    error = relative_l2(results[1], results[0])
+    report = (
+        f"{served.sentence}. Latents differ by {error:.2g} (relative L2). "
+        f"Host {seconds[0]:.2f} s, with engines {seconds[1]:.2f} s (the first run of an engine "
+        f"includes making it ready). Engines hold {room().pool.nbytes / 1e6:.0f} MB."
+    )
+    return {**latent, "samples": results[0]}, {**latent, "samples": results[1]}, report

@@ -1,0 +1,82 @@
+"""HTTP routes for the panel in ComfyUI: status, removal by id; nothing takes a path."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+from server import PromptServer
+
+from ...errors import EngineRoomError, LibraryError
+from ...key import check_stem
+
+BASE = "/engine_room"
+
+
+def register() -> None:
+    """Add the routes to ComfyUI's server."""
+    if getattr(PromptServer, "instance", None) is None:
+        return
+    routes = PromptServer.instance.routes
+    routes.get(f"{BASE}/status")(show)
+    routes.post(f"{BASE}/remove")(remove)
+    routes.post(f"{BASE}/retry")(retry)
+    routes.post(f"{BASE}/cancel")(cancel)
+
+
+async def show(request: Any) -> Any:
+    """Engines, counters, builds."""
+    return web.json_response(await asyncio.to_thread(_status))
+
+
+def _status() -> dict[str, Any]:
+    import comfy.model_management
+    import torch
+
+    from ...status import status
+    from .routing import room
+
+    device = torch.device(comfy.model_management.get_torch_device())
+    place = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
+    return status(room(), place)
+
+
+async def remove(request: Any) -> Any:
+    """Delete the engine of ``{"id": ...}`` from memory and disk."""
+
+    def work(stem: str) -> dict[str, Any]:
+        from .routing import room
+
+        check_stem(stem)
+        room().pool.remove(stem)
+        return {"freed": room().library.remove(stem)}
+
+    try:
+        body = json.loads(await request.text())
+        return web.json_response(await asyncio.to_thread(work, body.get("id")))
+    except (ValueError, AttributeError):
+        return _refuse(LibraryError("The request names no engine."), 400)
+    except EngineRoomError as error:
+        return _refuse(error, 404)
+
+
+async def retry(request: Any) -> Any:
+    """Try failed engines again when they are next wanted."""
+    from .routing import room
+
+    room().tiers.retry()
+    return web.json_response({})
+
+
+async def cancel(request: Any) -> Any:
+    """Cancel builds in the background."""
+    from .routing import room
+
+    room().tiers.cancel()
+    return web.json_response({})
+
+
+def _refuse(error: EngineRoomError, code: int) -> Any:
+    return web.json_response({"error": error.to_json()}, status=code)

@@ -1,0 +1,135 @@
+"""The wrapper inside ComfyUI's UNet forward that serves calls from engines."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ...errors import CancelledError
+from ...log import logger
+from ...progress import CancelToken, Progress
+from ...room import Room, ServedModel
+from .calls import active_features, read_control, weights_epoch
+
+KEY = "engine_room"
+_rooms: list[Room] = []
+
+
+def room() -> Room:
+    """This process's room, over ``models/engine-room``."""
+    if not _rooms:
+        _rooms.append(Room(Path(folder_paths.models_dir) / "engine-room"))
+    return _rooms[0]
+
+
+class WaitProgress:
+    """The progress bar of a build that a sampling run waits for, and its cancel button."""
+
+    def __init__(self) -> None:
+        self.cancel = CancelToken()
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Show a moment of the build on the node that runs."""
+        if self._bar is None:
+            self._bar = comfy.utils.ProgressBar(100)
+        self._bar.update_absolute(int(100 * progress.fraction))
+        if comfy.model_management.processing_interrupted():
+            self.cancel.cancel()
+
+
+class Routing:
+    """Routes the calls of one MODEL; settings are those of the node.
+
+    ComfyUI copies options deeply; the wrapper must stay this very object.
+    """
+
+    def __init__(self, model: Any, *, policy: str) -> None:
+        self.policy = policy
+        self.run = 0
+        self._base = weakref.ref(model.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Routing:
+        return self
+
+    def begin(self, patcher: Any) -> None:
+        """A sampling run begins: weights may have changed in any way since the last."""
+        self.run += 1
+
+    def __call__(
+        self,
+        executor: Any,
+        x: Any,
+        timesteps: Any,
+        context: Any = None,
+        y: Any = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **extra: Any,
+    ) -> Any:
+        """One call of the network: from an engine, or from the network itself."""
+        options = {} if transformer_options is None else transformer_options
+        try:
+            out = self._serve(executor.class_obj, x, timesteps, context, y, control, options, extra)
+        except CancelledError:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            out = None
+        except Exception:
+            logger.exception("A call went to the host: Engine Room failed.")
+            out = None
+        if out is not None:
+            return out
+        return executor(x, timesteps, context, y, control, options, **extra)
+
+    def _serve(
+        self, unet: Any, x: Any, timesteps: Any, context: Any, y: Any, control: Any,
+        options: Any, extra: Any,
+    ) -> Any:  # fmt: skip
+        served = room().model(unet)
+        if served.arch is None or context is None:
+            return None
+        features = active_features(options, extra, control)
+        shape = served.routed.describe(x, context, control is not None).shape
+        residuals, problem = read_control(control, served.arch, shape)
+        if problem:
+            features.append(problem)
+        if (y is not None) != bool(served.arch.adm_channels):
+            features.append("the input 'y'")
+        return self._ask(served, (x, timesteps, context, y, residuals), features)
+
+    def _ask(self, served: ServedModel, args: Any, features: list[str]) -> Any:
+        progress = WaitProgress()
+        served.policy, served.on_progress, served.cancel = self.policy, progress, progress.cancel
+        epoch = (id(self), weights_epoch(self._base(), self.run))
+        return served.serve(*args, epoch=epoch, features=features)
+
+
+def route(model: Any, *, policy: str) -> Any:
+    """A clone of ``model`` (a ModelPatcher) whose UNet calls go through engines.
+
+    Patches that come before or after, in any number, keep working.
+    """
+    routed = unroute(model)
+    routing = Routing(routed, policy=policy)
+    routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
+    routed.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, routing.begin)
+    return routed
+
+
+def unroute(model: Any) -> Any:
+    """A clone of ``model`` without this routing."""
+    plain = model.clone()
+    plain.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
+    plain.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    return plain
+
+
+def served_model(model: Any) -> ServedModel:
+    """What Engine Room knows of a MODEL's UNet."""
+    return room().model(model.model.diffusion_model)

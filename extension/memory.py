@@ -1,0 +1,22 @@
+"""How much GPU memory is free, and what copies of weights would take."""
+
+from __future__ import annotations
+
+import torch
+
+from .architecture import Architecture
+
+
+def free_bytes(device: str) -> int:
+    """Bytes free on a torch device: of the driver, and unused in torch's own cache."""
+    if device == "cpu":
+        return 1 << 60
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + cached)
+
+
+def hwc8_bytes(arch: Architecture) -> int:
+    """Bytes of copies of all 3x3 convolution weights in a 16-bit precision."""
+    shapes = arch.parameters().values()
+    return sum(2 * torch.Size(s).numel() for s in shapes if len(s) == 4 and s[2] == 3)

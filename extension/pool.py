@@ -1,0 +1,108 @@
+"""Engines in memory, shared by every model of the process; the least recently used go first."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+
+from .binding import Binding
+from .engine.interface import Engine
+from .log import logger
+from .router import Candidate
+
+
+@dataclass
+class LoadedEngine:
+    """An engine in memory, what the router knows of it, and its weights."""
+
+    candidate: Candidate
+    engine: Engine
+    binding: Binding
+    used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds beside the host's own: activations and copies of weights."""
+        return self.engine.activation_bytes + self.binding.staged_bytes
+
+
+class EnginePool:
+    """Loaded engines by stem.
+
+    Hold ``lock`` from routing to the end of a call: an engine runs one call at a time.
+
+    Args:
+        most: engines kept in memory.
+    """
+
+    def __init__(self, most: int = 6) -> None:
+        self.lock = threading.RLock()
+        self.most = most
+        self._engines: dict[str, LoadedEngine] = {}
+        self._clock = 0
+
+    def add(
+        self, candidate: Candidate, engine: Engine, *, staging_budget: int | None = None
+    ) -> None:
+        """Offer an engine to the router; the least recently used one may have to go."""
+        device = torch.device(candidate.device)
+        binding = Binding(engine, device, staging_budget=staging_budget)
+        with self.lock:
+            self.remove(candidate.stem)
+            self._clock += 1
+            self._engines[candidate.stem] = LoadedEngine(candidate, engine, binding, self._clock)
+            while len(self._engines) > max(self.most, 1):
+                oldest = min(self._engines.values(), key=lambda entry: entry.used)
+                logger.info("Engine %s is unloaded: others are in use.", oldest.candidate.stem)
+                self.remove(oldest.candidate.stem)
+
+    def candidates(self) -> list[Candidate]:
+        """What the router may choose from."""
+        with self.lock:
+            return [entry.candidate for entry in self._engines.values()]
+
+    def use(self, stem: str) -> LoadedEngine:
+        """The engine, marked as just used; KeyError where it is not loaded."""
+        with self.lock:
+            entry = self._engines[stem]
+            self._clock += 1
+            entry.used = self._clock
+            return entry
+
+    def set_aside(self, stem: str) -> None:
+        """Keep an engine out of service until it is added again."""
+        with self.lock:
+            entry = self._engines[stem]
+            entry.candidate = replace(entry.candidate, ready=False)
+
+    def remove(self, stem: str) -> bool:
+        """Release an engine; False where it was not loaded."""
+        with self.lock:
+            entry = self._engines.pop(stem, None)
+            if entry is None:
+                return False
+            entry.binding.release()
+            entry.engine.close()
+            return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all loaded engines hold; their scratch memory is counted once."""
+        with self.lock:
+            entries = list(self._engines.values())
+            scratch = max((entry.engine.activation_bytes for entry in entries), default=0)
+            return scratch + sum(entry.binding.staged_bytes for entry in entries)
+
+    def release_weights(self) -> None:
+        """Drop every copy of weights; they are made again when needed."""
+        with self.lock:
+            for entry in self._engines.values():
+                entry.binding.release()
+
+    def close(self) -> None:
+        """Release every engine."""
+        with self.lock:
+            for stem in list(self._engines):
+                self.remove(stem)

@@ -1,0 +1,119 @@
+"""What one process has of Engine Room: a library, engines in memory, tiers, models served."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import packages
+from .architecture import Architecture
+from .errors import EngineRoomError
+from .library import Library
+from .live import LiveWeights, live_architecture
+from .log import logger
+from .pool import EnginePool
+from .progress import CancelToken, Progress
+from .routed import RoutedUNet
+from .router import Call, Host, Reason
+from .tiers import TierManager, TierSettings
+
+
+class ServedModel:
+    """A live UNet module of the host whose calls may go through engines.
+
+    Attributes:
+        refusal: why no engine can ever serve it, in words; empty where one can.
+    """
+
+    def __init__(self, room: Room, unet: nn.Module, resize: str) -> None:
+        self._room = room
+        self.refusal = ""
+        self.policy = ""
+        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.cancel: CancelToken | None = None
+        self._checked: Hashable = object()
+        self._problem: str | None = None
+        self.arch: Architecture | None = None
+        try:
+            self.arch = live_architecture(unet, resize=resize)
+        except EngineRoomError as error:
+            self.refusal = error.message
+            logger.info("No engine for this model: %s", error)
+            return
+        self.weights = LiveWeights(unet, self.arch)
+        self.routed = RoutedUNet(
+            self.arch, self.weights, _no_host, pool=room.pool, on_miss=self._miss
+        )
+
+    def serve(self, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
+        """One call (x, timesteps, context, y, control); None where the host must serve.
+
+        Args:
+            epoch: the weights epoch; the module is examined again when it changes.
+        """
+        if self.refusal:
+            return None
+        if epoch != self._checked:
+            self.weights.refresh()
+            self._problem, self._checked = self.weights.problem(), epoch
+        if self._problem:
+            self.routed.count_host(Reason.WEIGHTS, self._problem)
+            return None
+        self.routed.set_weights(self.weights, epoch=epoch)
+        return self.routed.serve(*args, features=features)
+
+    def _miss(self, call: Call, answer: Host) -> bool:
+        assert self.arch is not None
+        return self._room.tiers.miss(
+            self.arch, call, policy=self.policy, on_progress=self.on_progress, cancel=self.cancel
+        )
+
+    @property
+    def sentence(self) -> str:
+        """What happened to its calls, for people."""
+        return self.refusal or self.routed.counters.sentence
+
+
+class Room:
+    """Engine Room in one process.
+
+    Args:
+        folder: of the library; the private packages lie in ``packages`` inside it.
+    """
+
+    def __init__(self, folder: Path, settings: TierSettings | None = None) -> None:
+        packages.use_root(folder / "packages")
+        self.library = Library(folder)
+        self.pool = EnginePool()
+        self.tiers = TierManager(self.library, self.pool, settings)
+        self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def model(self, unet: nn.Module, *, resize: str = "before") -> ServedModel:
+        """The served model of a live module, made at its first call."""
+        with self._lock:
+            found = self._models.get(unet)
+            if found is None:
+                found = self._models[unet] = ServedModel(self, unet, resize)
+            return found
+
+    def models(self) -> list[ServedModel]:
+        """Every model that is alive."""
+        with self._lock:
+            return list(self._models.values())
+
+    def close(self) -> None:
+        """Release every engine and stop building."""
+        self.tiers.cancel()
+        self.pool.close()
+
+
+def _no_host(*args: Any) -> Tensor:
+    raise AssertionError("the host serves its own calls")

@@ -1,0 +1,40 @@
+"""What a host's user interface shows: engines, calls served and not, what is being built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import __version__
+from .machine import machine_of
+from .room import Room
+from .serving import facts
+
+
+def status(room: Room, device: str) -> dict[str, Any]:
+    """Everything about a room as a JSON object; never raises for what is on disk."""
+    machine = machine_of(device)
+    loaded = {candidate.stem for candidate in room.pool.candidates()}
+    totals = [model.routed.counters.to_json() for model in room.models() if model.arch]
+    return {
+        "version": __version__,
+        "folder": str(room.library.folder),
+        "gpu": machine.gpu,
+        "backends": dict(machine.backends),
+        "unable": room.tiers.unable,
+        "served": sum(int(total["served"]) for total in totals),
+        "host": sum(int(total["host"]) for total in totals),
+        "reasons": [reason for total in totals for reason in total["reasons"]],
+        "refusals": [model.refusal for model in room.models() if model.refusal],
+        "wanted": room.tiers.wanted,
+        "failed": dict(room.tiers.failed),
+        "memory_bytes": room.pool.nbytes,
+        "engines": [
+            {**facts(entry), "loaded": entry.stem in loaded, **_use(entry.changing)}
+            for entry in room.library.entries(machine)
+        ],
+    }
+
+
+def _use(changing: Any) -> dict[str, Any]:
+    used = changing.get("last_used")
+    return {"last_used": used if isinstance(used, int | float | str) else None}

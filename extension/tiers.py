@@ -1,0 +1,302 @@
+"""The best ready tier for each call: engines are found, built, verified and loaded on demand.
+
+While an engine is missing the host serves. A missing one is built by the worker in the background
+(or at once, where the user would rather wait), then verified on this device with strong random
+weights, in a thread of its own, and only then offered to the router.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .architecture import Architecture
+from .binding import TORCH_DTYPES
+from .building import BuildRequest, build_engine
+from .engine.interface import check_choice
+from .errors import CancelledError, EngineRoomError, SettingError
+from .key import EngineKey
+from .library import Entry, Library, State
+from .log import logger
+from .memory import free_bytes, hwc8_bytes
+from .pool import EnginePool
+from .progress import CancelToken, Progress
+from .router import Call
+from .serving import Target, candidate_of, load_engine, verify
+from .shapes import Shape
+
+POLICIES = ("background", "wait", "never")
+HEADROOM = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """What a user may choose.
+
+    Attributes:
+        policy: a missing engine is built in the ``background`` while the host serves, the call
+            ``wait``s for it, or it is ``never`` built.
+        after_calls: calls of a shape before its engine is built.
+        staging: copy 3x3 convolution weights into the faster layout where memory allows.
+    """
+
+    policy: str = "background"
+    after_calls: int = 2
+    staging: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("policy for missing engines", self.policy, POLICIES)
+        if not 1 <= self.after_calls <= 1000:
+            raise SettingError("Calls before a build must be from 1 to 1000.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An engine that is wanted: for this architecture and shape, where, in which precision."""
+
+    arch: Architecture
+    shape: Shape
+    target: Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a wanted engine, for whoever shows it."""
+
+    stem: str
+    label: str
+    kind: str
+    text: str = ""
+    progress: Progress | None = None
+
+
+class TierManager:
+    """Answers misses with engines; one worker and one loader at a time.
+
+    Args:
+        on_event: called from any thread with building, ready, failed and cancelled engines.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        pool: EnginePool,
+        settings: TierSettings | None = None,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.library = library
+        self.pool = pool
+        self.settings = settings or TierSettings()
+        self.on_event = on_event
+        self.failed: dict[str, str] = {}
+        self._wanted: dict[str, Job] = {}
+        self.unable = ""
+        self._calls: Counter[str] = Counter()
+        self._jobs: dict[Hashable, tuple[Job, EngineKey] | None] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._cancel = CancelToken()
+        self._working = threading.Lock()
+
+    def miss(
+        self,
+        arch: Architecture,
+        call: Call,
+        *,
+        policy: str = "",
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        cancel: CancelToken | None = None,
+    ) -> bool:
+        """A call that no engine serves: get one according to the policy.
+
+        Args:
+            policy: in place of the one in the settings.
+            on_progress, cancel: of a build that is waited for.
+
+        Returns:
+            Whether an engine was loaded meanwhile, so that routing is worth another try.
+        """
+        found = self._job_of(arch, call)
+        if found is None:
+            return False
+        job, key = found
+        stem, policy = key.stem, policy or self.settings.policy
+        if stem in self.failed or stem in self._wanted or self._is_loaded(stem):
+            return False
+        present = self.library.find(key, job.target.machine) is not None
+        if policy == "wait":
+            return self.provide(job, on_progress=on_progress, cancel=cancel)
+        self._calls[stem] += 1
+        enough = policy != "never" and self._calls[stem] >= self.settings.after_calls
+        if present or enough:
+            self.want(job)
+        return False
+
+    def _job_of(self, arch: Architecture, call: Call) -> tuple[Job, EngineKey] | None:
+        """The job for a call, remembered; None where no backend can serve it (said once)."""
+        name = (call.architecture, call.shape, call.dtype, call.device)
+        if name not in self._jobs:
+            try:
+                job = Job(arch=arch, shape=call.shape, target=target_of(call))
+                self._jobs[name] = (job, self.key(job))
+            except EngineRoomError as error:
+                self.unable = str(error)
+                logger.warning("No engines: %s", error)
+                self._jobs[name] = None
+        return self._jobs[name]
+
+    def key(self, job: Job) -> EngineKey:
+        """Key of the engine for a job: with copies of 3x3 weights only where memory allows."""
+        key = job.target.key(job.arch, job.shape)
+        if key.conv3x3_format == "linear" or self._may_stage(job):
+            return key
+        return replace(key, conv3x3_format="linear")
+
+    def _may_stage(self, job: Job) -> bool:
+        linear = replace(job.target.key(job.arch, job.shape), conv3x3_format="linear")
+        if not self.settings.staging:
+            return False
+        staged = job.target.key(job.arch, job.shape)
+        if self._is_loaded(linear.stem) or self._is_loaded(staged.stem):
+            return self._is_loaded(staged.stem)
+        return free_bytes(job.target.device) > HEADROOM * hwc8_bytes(job.arch)
+
+    def want(self, job: Job) -> str:
+        """Get an engine in the background; returns its stem."""
+        stem = self.key(job).stem
+        with self._changed:
+            self._wanted.setdefault(stem, job)
+            if self._thread is None:
+                self._cancel = CancelToken()
+                self._thread = threading.Thread(
+                    target=self._work, name="engine-room-tiers", daemon=True
+                )
+                self._thread.start()
+        return stem
+
+    def provide(
+        self,
+        job: Job,
+        *,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        cancel: CancelToken | None = None,
+    ) -> bool:
+        """Get an engine now: build, verify, load; False where that failed (and why is kept).
+
+        Raises:
+            CancelledError: ``cancel`` was set.
+        """
+        key = self.key(job)
+        label = f"{job.arch.label}, {job.shape.label}"
+
+        def tell(kind: str, text: str = "", progress: Progress | None = None) -> None:
+            self.on_event(
+                Event(stem=key.stem, label=label, kind=kind, text=text, progress=progress)
+            )
+
+        def show(progress: Progress) -> None:
+            on_progress(progress)
+            tell("building", progress=progress)
+
+        with self._working:
+            if self._is_loaded(key.stem):
+                return True
+            try:
+                request = BuildRequest(key=key, architecture=job.arch, label=f"{label}, shared")
+                entry = build_engine(self.library, request, on_progress=show, cancel=cancel)
+                tell("loading")
+                self._load(job, entry)
+            except CancelledError:
+                tell("cancelled")
+                raise
+            except EngineRoomError as error:
+                self.failed[key.stem] = error.message
+                logger.warning("No engine for %s: %s The host serves.", label, error)
+                tell("failed", error.message)
+                return False
+            except torch.cuda.OutOfMemoryError as error:
+                self.failed[key.stem] = "not enough GPU memory"
+                logger.warning("No engine for %s: %s. The host serves.", label, error)
+                tell("failed", "not enough GPU memory")
+                return False
+        tell("ready")
+        return True
+
+    def _load(self, job: Job, entry: Entry) -> None:
+        target, arch = job.target, job.arch
+        engine = load_engine(self.library, entry, target)
+        try:
+            if self.library.entry(entry.stem, target.machine).state is not State.READY:
+                # The host may change its weights meanwhile: random ones alone.
+                verify(self.library, entry, engine, arch, None, target).require(entry.stem)
+        except BaseException:
+            engine.close()
+            raise
+        budget = None
+        if target.device != "cpu":
+            budget = int(free_bytes(target.device) / HEADROOM)
+        self.pool.add(candidate_of(entry, target, ready=True), engine, staging_budget=budget)
+        self.library.update_state(entry.stem, last_used=time.time())
+
+    def _is_loaded(self, stem: str) -> bool:
+        return any(candidate.stem == stem for candidate in self.pool.candidates())
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._wanted:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                stem, job = next(iter(self._wanted.items()))
+                cancel = self._cancel
+            try:
+                self.provide(job, cancel=cancel)
+            except CancelledError:
+                self.failed[stem] = "cancelled"
+            except Exception as error:
+                self.failed[stem] = str(error)
+                logger.exception("Engine %s was not made ready.", stem)
+            with self._changed:
+                self._wanted.pop(stem, None)
+                self._changed.notify_all()
+
+    @property
+    def wanted(self) -> list[str]:
+        """Stems that are being made ready (first) and that wait."""
+        with self._changed:
+            return list(self._wanted)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is wanted; False if ``timeout`` seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._wanted, timeout)
+
+    def cancel(self) -> None:
+        """Cancel what is being built and drop what waits; nothing is tried again by itself."""
+        with self._changed:
+            first = next(iter(self._wanted), None)
+            for stem in list(self._wanted)[1:]:
+                self.failed[stem] = "cancelled"
+                self._wanted.pop(stem)
+            if first is not None:
+                self._cancel.cancel()
+
+    def retry(self) -> None:
+        """Forget failures, so that engines are tried again."""
+        self.failed.clear()
+        self._jobs.clear()
+        self.unable = ""
+
+
+def target_of(call: Call) -> Target:
+    """Where and in which precision a call runs; raises EngineRoomError where no backend can."""
+    if call.dtype not in TORCH_DTYPES:
+        raise SettingError(f"The host computes in {call.dtype}, which no engine does.")
+    return Target(device=call.device, dtype=call.dtype)

@@ -1,0 +1,116 @@
+"""The nodes that make files: an engine, or an ONNX pair."""
+
+from typing import Any
+
+from .model import CATEGORY, MODEL_TIP
+
+
+class EngineRoomBuild:
+    """Builds the engine for a size ahead of time; it serves every checkpoint and LoRA."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = __doc__
+    FUNCTION = "build"
+    OUTPUT_NODE = True
+    RETURN_TYPES = ("MODEL", "STRING")
+    RETURN_NAMES = ("model", "report")
+    OUTPUT_TOOLTIPS = ("The model, routed through engines.", "What was built, in words.")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Inputs with tooltips."""
+        side = {"min": 8, "max": 8192, "step": 8}
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": MODEL_TIP}),
+                "width": ("INT", {"default": 1024, **side, "tooltip": "Picture width."}),
+                "height": (
+                    "INT",
+                    {"default": 1024, **side, "tooltip": "Picture height."},
+                ),
+                "pictures": (
+                    "INT",
+                    {"default": 1, "min": 1, "max": 64, "tooltip": "Pictures drawn together."},
+                ),
+                "guidance": (
+                    "BOOLEAN",
+                    {
+                        "default": True,
+                        "tooltip": "With a negative prompt (cfg above 1): two rows a picture.",
+                    },
+                ),
+                "prompt_chunks": (
+                    "INT",
+                    {
+                        "default": 1,
+                        "min": 1,
+                        "max": 16,
+                        "tooltip": "Blocks of 75 tokens; 2 also serves prompts of 1.",
+                    },
+                ),
+                "controlnet": (
+                    "BOOLEAN",
+                    {
+                        "default": False,
+                        "tooltip": "With inputs for ControlNet; it also serves without one.",
+                    },
+                ),
+            }
+        }
+
+    def build(
+        self,
+        model: Any,
+        width: int,
+        height: int,
+        pictures: int,
+        guidance: bool,
+        prompt_chunks: int,
+        controlnet: bool,
+    ) -> dict[str, Any]:
+        """Build, verify and load; the report is also shown on the node."""
+        from ..extension.hosts.comfy import jobs
+        from ..extension.hosts.comfy.routing import route
+        from ..extension.shapes import Shape, tokens_for_chunks
+
+        shape = Shape.from_pixels(
+            width=width,
+            height=height,
+            batch=pictures * (2 if guidance else 1),
+            tokens=tokens_for_chunks(prompt_chunks),
+            control=controlnet,
+        )
+        report = jobs.build(model, shape)
+        return {"ui": {"text": [report]}, "result": (route(model, policy="background"), report)}
+
+
+class EngineRoomExport:
+    """Writes the model with every patch merged (LoRA, merges) as ONNX over a safetensors file."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = __doc__
+    FUNCTION = "export"
+    OUTPUT_NODE = True
+    RETURN_TYPES = ("STRING",)
+    RETURN_NAMES = ("folder",)
+    OUTPUT_TOOLTIPS = ("The folder with unet.onnx and unet.safetensors.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Inputs with tooltips."""
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": MODEL_TIP}),
+                "folder": (
+                    "STRING",
+                    {"default": "onnx/model", "tooltip": "A name inside the output folder."},
+                ),
+            }
+        }
+
+    def export(self, model: Any, folder: str) -> dict[str, Any]:
+        """Export; the path is also shown on the node."""
+        from ..extension.hosts.comfy import jobs
+
+        path = jobs.export(model, folder)
+        return {"ui": {"text": [path]}, "result": (path,)}

@@ -1,0 +1,53 @@
+"""The node that routes a MODEL through engines."""
+
+from typing import Any
+
+CATEGORY = "Engine Room"
+MODEL_TIP = "The model, before or after any LoRA loader."
+POLICIES = {
+    "build in the background": "background",
+    "build now and wait": "wait",
+    "never build": "never",
+}
+
+
+class EngineRoomModel:
+    """Routes this model's UNet calls through engines; the host serves what no engine can."""
+
+    CATEGORY = CATEGORY
+    DESCRIPTION = __doc__
+    FUNCTION = "apply"
+    RETURN_TYPES = ("MODEL",)
+    RETURN_NAMES = ("model",)
+    OUTPUT_TOOLTIPS = ("The same model, faster wherever an engine can serve it.",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Inputs with tooltips."""
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": MODEL_TIP}),
+                "tier": (
+                    ["auto", "off"],
+                    {
+                        "default": "auto",
+                        "tooltip": "auto: the fastest engine that is ready. off: the host alone.",
+                    },
+                ),
+                "when_missing": (
+                    list(POLICIES),
+                    {
+                        "tooltip": "What happens at a size that has no engine yet. While one is "
+                        "built in the background, pictures come from the host as always."
+                    },
+                ),
+            }
+        }
+
+    def apply(self, model: Any, tier: str, when_missing: str) -> tuple[Any]:
+        """Return a clone of ``model`` with or without routing."""
+        from ..extension.hosts.comfy.routing import route, unroute
+
+        if tier == "off":
+            return (unroute(model),)
+        return (route(model, policy=POLICIES[when_missing]),)

@@ -1,0 +1,329 @@
+"""The real ComfyUI, over HTTP: every case equals the plain host, with exact counts of calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+
+import pytest
+
+from tests.support_comfyui import ComfyServer, latent_of, write_models
+from tests.support_hosts import find_host
+from tests.support_models import relative_l2
+
+CHECKOUT, REASON = find_host("comfyui")
+pytestmark = pytest.mark.skipif(CHECKOUT is None, reason=REASON)
+
+# fp32 on both sides: sums in another order, amplified over a few sampling steps.
+TOLERANCE = 1e-4
+MOVES = 20 * TOLERANCE
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = ComfyServer(CHECKOUT, tmp_path_factory.mktemp("comfy"))
+    write_models(server.base)
+    server.start()
+    yield server
+    server.stop()
+
+
+def graph(
+    path,
+    *,
+    model="a",
+    before=(),
+    after=(),
+    merge=None,
+    patch=None,
+    policy=None,
+    tokens=(77, 77),
+    size=(8, 8),
+    batch=1,
+    cfg=5.0,
+    steps=3,
+    sampler="euler",
+    control=None,
+    hook=None,
+    seed=1,
+):
+    """A workflow in API form; ``policy`` None is the plain host."""
+    nodes = {}
+
+    def add(kind, **inputs):
+        name = str(len(nodes) + 1)
+        nodes[name] = {"class_type": kind, "inputs": inputs}
+        return [name, 0]
+
+    def load(name):
+        return add("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
+
+    unet = load(model)
+    if merge:
+        unet = add("ModelMergeSimple", model1=unet, model2=load(merge[0]), ratio=merge[1])
+    for name, strength in before:
+        unet = add("LoraLoaderModelOnly", model=unet, lora_name=f"{name}.safetensors",
+                   strength_model=strength)  # fmt: skip
+    if policy:
+        unet = add("EngineRoomModel", model=unet, tier="auto", when_missing=policy)
+    for name, strength in after:
+        unet = add("LoraLoaderModelOnly", model=unet, lora_name=f"{name}.safetensors",
+                   strength_model=strength)  # fmt: skip
+    if patch:
+        unet = add("ProbePatch", model=unet, kind=patch)
+    conds = [add("ProbeCond", seed=seed + i, tokens=n, width=768) for i, n in enumerate(tokens)]
+    if control:
+        conds = [add("ProbeControl", conditioning=c, seed=50, where=control) for c in conds]
+    if hook:
+        hooks = add("CreateHookLoraModelOnly", lora_name=f"{hook[0]}.safetensors",
+                    strength_model=hook[1])  # fmt: skip
+        conds[0] = add("ConditioningSetProperties", cond_NEW=conds[0], strength=1.0,
+                       set_cond_area="default", hooks=hooks)  # fmt: skip
+    latent = add("ProbeLatent", batch=batch, height=size[0], width=size[1])
+    drawn = add("KSampler", model=unet, seed=seed, steps=steps, cfg=cfg, sampler_name=sampler,
+                scheduler="normal", positive=conds[0], negative=conds[1], latent_image=latent,
+                denoise=1.0)  # fmt: skip
+    add("ProbeSave", latent=drawn, path=str(path))
+    return nodes
+
+
+WAIT = "build now and wait"
+BACKGROUND = "build in the background"
+NEVER = "never build"
+
+
+def draw(server, **options):
+    path = server.base / f"{next(numbers)}.safetensors"
+    server.run(graph(path, **options))
+    return latent_of(path)
+
+
+def counted(server, **options):
+    """The latent, and how many calls engines and host served for it."""
+    before = server.counts()
+    latent = draw(server, **options)
+    after = server.counts()
+    return latent, (after[0] - before[0], after[1] - before[1])
+
+
+CASES = {
+    "plain": ({}, None, (3, 0)),
+    "seed": ({"seed": 9}, {}, (3, 0)),
+    "batch of three": ({"batch": 3}, None, (3, 0)),
+    "nine pictures": ({"batch": 9, "steps": 1}, None, (1, 0)),
+    "cfg 1": ({"cfg": 1.0}, {}, (3, 0)),
+    "two calls a step": ({"sampler": "heun"}, {}, (5, 0)),
+    "wide": ({"size": (8, 16)}, None, (3, 0)),
+    "odd latents": ({"size": (7, 9)}, None, (3, 0)),
+    "long prompt": ({"tokens": (154, 77)}, {}, (3, 0)),
+    "long negative": ({"tokens": (77, 231)}, {}, (3, 0)),
+    "LoRA before the node": ({"before": [("lora", 0.8)]}, {}, (3, 0)),
+    "LoRA after the node": ({"after": [("lora", 0.8)]}, {}, (3, 0)),
+    "another strength": ({"before": [("lora", -0.5)]}, {"before": [("lora", 0.8)]}, (3, 0)),
+    "two LoRAs": ({"before": [("lora", 0.8)], "after": [("loha", 0.6)]}, {}, (3, 0)),
+    "another checkpoint": ({"model": "b"}, {}, (3, 0)),
+    "merged checkpoints": ({"merge": ("b", 0.7)}, {}, (3, 0)),
+    "inpainting channels": ({"model": "inpaint"}, None, (3, 0)),
+    "ControlNet": ({"control": "control"}, {}, (6, 0)),
+    "T2I adapter": ({"control": "t2i"}, {}, (6, 0)),
+    "scheduled LoRA": ({"hook": ("lora", 0.9)}, {}, (6, 0)),
+    "attention patch": ({"patch": "attn2"}, {}, (0, 3)),
+    "block patch": ({"patch": "output"}, {}, (0, 3)),
+    "replaced block": ({"patch": "replace"}, {}, (0, 3)),
+    "attention override": ({"patch": "override"}, {}, (0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_the_host_with_exact_counts(server, name):
+    options, without, expected = CASES[name]
+    host = draw(server, **options)
+    if without is not None:
+        assert relative_l2(draw(server, **without), host) > MOVES, "the feature does nothing"
+    engine, counts = counted(server, policy=WAIT, **options)
+    assert relative_l2(engine, host) <= TOLERANCE
+    assert counts == expected
+
+
+def test_no_build_for_weights(server):
+    """LoRAs, strengths, merges and checkpoints all went through the engines of their shapes."""
+    stems = {engine["id"] for engine in server.get("/engine_room/status")["engines"]}
+    for options in (
+        {"before": [("lora", 0.3)]},
+        {"before": [("loha", 1.1)], "model": "b"},
+        {"merge": ("b", 0.2)},
+    ):
+        _, counts = counted(server, policy=NEVER, **options)
+        assert counts == (3, 0)
+    after = {engine["id"] for engine in server.get("/engine_room/status")["engines"]}
+    assert after == stems
+
+
+def test_lora_a_b_a_none_in_one_process(server):
+    chain = [[("lora", 0.8)], [("loha", 0.8)], [("lora", 0.8)], []]
+    hosts = [draw(server, before=loras) for loras in chain]
+    for loras, host in zip(chain, hosts, strict=True):
+        engine, counts = counted(server, policy=WAIT, before=loras)
+        assert relative_l2(engine, host) <= TOLERANCE
+        assert counts == (3, 0)
+
+
+def test_reasons_are_shown(server):
+    counted(server, policy=WAIT, patch="attn2")
+    status = server.get("/engine_room/status")
+    texts = [reason["text"] for reason in status["reasons"]]
+    assert any("attn2_output_patch" in text for text in texts)
+    assert status["gpu"] == "CPU"
+    assert all(engine["state"] == "ready" for engine in status["engines"] if engine["loaded"])
+
+
+def test_background_building_never_makes_a_picture_wait_or_wrong(server):
+    options = {"size": (8, 24), "policy": BACKGROUND}
+    host = draw(server, size=(8, 24))
+    first, counts = counted(server, **options)
+    assert relative_l2(first, host) <= TOLERANCE
+    assert sum(counts) == 3
+    assert counts[1] >= 2
+    wait_until_ready(server)
+    second, counts = counted(server, **options)
+    assert relative_l2(second, host) <= TOLERANCE
+    assert counts == (3, 0)
+
+
+def test_never_build_stays_with_the_host(server):
+    _, counts = counted(server, policy=NEVER, size=(16, 24))
+    assert counts == (0, 3)
+    assert server.get("/engine_room/status")["wanted"] == []
+
+
+def wait_until_ready(server):
+    deadline = time.monotonic() + 120
+    while server.get("/engine_room/status")["wanted"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_the_build_node_and_its_report(server):
+    path = server.base / "build.safetensors"
+    nodes = graph(path, size=(16, 8))
+    build = {"model": ["1", 0], "width": 64, "height": 128, "pictures": 1, "guidance": True,
+             "prompt_chunks": 1, "controlnet": False}  # fmt: skip
+    nodes["90"] = {"class_type": "EngineRoomBuild", "inputs": build}
+    sampler = next(n for n in nodes.values() if n["class_type"] == "KSampler")
+    sampler["inputs"]["model"] = ["90", 0]
+    before = server.counts()
+    entry = server.run(nodes)
+    report = entry["outputs"]["90"]["text"][0]
+    assert "built in" in report
+    assert "64x128" in report
+    assert "every checkpoint" in report
+    after = server.counts()
+    assert (after[0] - before[0], after[1] - before[1]) == (3, 0)
+    assert relative_l2(latent_of(path), draw(server, size=(16, 8))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("width", [60, 0, 9000])
+def test_sizes_that_cannot_be_are_refused_before_anything_runs(server, width):
+    nodes = graph(server.base / "x.safetensors")
+    build = {"model": ["1", 0], "width": width, "height": 64, "pictures": 1, "guidance": True,
+             "prompt_chunks": 1, "controlnet": False}  # fmt: skip
+    nodes["90"] = {"class_type": "EngineRoomBuild", "inputs": build}
+    code, answer = server.post("/prompt", {"prompt": nodes})
+    if code == 200:
+        entry = server.finish(answer["prompt_id"])
+        assert entry["status"]["status_str"] == "error"
+        assert "multiple of 8" in json.dumps(entry["status"])
+    else:
+        assert "width" in json.dumps(answer)
+
+
+def test_export_holds_the_merged_model(server):
+    """What UNETLoader makes of the exported file draws the same picture, without the LoRA."""
+    nodes = graph(server.base / "x.safetensors", before=[("lora", 0.8)])
+    lora = next(k for k, n in nodes.items() if n["class_type"] == "LoraLoaderModelOnly")
+    nodes = {k: n for k, n in nodes.items() if k in ("1", lora)}
+    nodes["90"] = {
+        "class_type": "EngineRoomExport",
+        "inputs": {"model": [lora, 0], "folder": "onnx/merged"},
+    }
+    entry = server.run(nodes)
+    folder = entry["outputs"]["90"]["text"][0]
+    assert folder == str(server.base / "output" / "onnx" / "merged")
+    source = server.base / "output/onnx/merged/unet.safetensors"
+    source.rename(server.base / "models/diffusion_models/merged.safetensors")
+    host = draw(server, before=[("lora", 0.8)])
+    exported = draw(server, model="merged")
+    # Written in fp16: 11 bits for each weight.
+    assert relative_l2(exported, host) < 5e-3
+    assert relative_l2(draw(server), host) > 0.05
+
+
+@pytest.mark.parametrize("folder", ["", "../outside", "/tmp/x"])
+def test_export_stays_inside_the_output_folder(server, folder):
+    nodes = graph(server.base / "x.safetensors")
+    nodes = {"1": nodes["1"]}
+    nodes["90"] = {
+        "class_type": "EngineRoomExport",
+        "inputs": {"model": ["1", 0], "folder": folder},
+    }
+    entry = server.finish(server.queue(nodes))
+    assert entry["status"]["status_str"] == "error"
+    assert "output folder" in json.dumps(entry["status"])
+
+
+def test_compare_reports_what_differs(server):
+    nodes = graph(server.base / "x.safetensors")
+    sampler = next(k for k, n in nodes.items() if n["class_type"] == "KSampler")
+    old = nodes.pop(sampler)["inputs"]
+    nodes = {k: n for k, n in nodes.items() if n["class_type"] != "ProbeSave"}
+    nodes["90"] = {
+        "class_type": "EngineRoomCompare",
+        "inputs": {"model": old["model"], "positive": old["positive"],
+                   "negative": old["negative"], "latent": old["latent_image"], "seed": 3,
+                   "steps": 3, "cfg": 5.0},
+    }  # fmt: skip
+    report = server.run(nodes)["outputs"]["90"]["text"][0]
+    assert "engine served 3 of 3 calls" in report
+    assert "differ by" in report
+
+
+def test_two_prompts_in_the_queue(server):
+    paths = [server.base / f"queue{i}.safetensors" for i in range(2)]
+    before = server.counts()
+    prompts = [server.queue(graph(path, policy=WAIT, seed=20 + i)) for i, path in enumerate(paths)]
+    for prompt in prompts:
+        assert server.finish(prompt)["status"]["status_str"] == "success"
+    after = server.counts()
+    assert (after[0] - before[0], after[1] - before[1]) == (6, 0)
+
+
+def test_remove_takes_ids_only(server):
+    for body in ({}, {"id": "../../etc/passwd"}, {"id": 3}, [], {"id": "0" * 16}):
+        code, answer = server.post("/engine_room/remove", body)
+        assert code in (400, 404)
+        assert "error" in answer
+    engine = server.get("/engine_room/status")["engines"][0]
+    code, answer = server.post("/engine_room/remove", {"id": engine["id"]})
+    assert code == 200
+    assert answer["freed"] > 1000
+    stems = [item["id"] for item in server.get("/engine_room/status")["engines"]]
+    assert engine["id"] not in stems
+
+
+def test_engines_of_an_earlier_start_serve_at_once(server):
+    draw(server, policy=WAIT)
+    server.stop()
+    server.start()
+    _, counts = counted(server, policy=WAIT)
+    assert counts == (3, 0)
+    ids = [e for e in server.get("/engine_room/status")["engines"] if e["loaded"]]
+    assert len(ids) == 1
+
+
+def test_the_log_is_quiet(server):
+    """No traceback of ours in all of the above, but for the errors that were provoked."""
+    log = server.log.read_text()
+    assert "A call went to the host: Engine Room failed" not in log
+    assert "could not be loaded" not in log
