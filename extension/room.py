@@ -19,7 +19,7 @@ from .log import logger
 from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .routed import RoutedUNet
-from .router import Call, Host, Reason
+from .router import Call, Counters, Host, Reason
 from .tiers import TierManager, TierSettings
 
 
@@ -47,7 +47,12 @@ class ServedModel:
             return
         self.weights = LiveWeights(unet, self.arch)
         self.routed = RoutedUNet(
-            self.arch, self.weights, _no_host, pool=room.pool, on_miss=self._miss
+            self.arch,
+            self.weights,
+            _no_host,
+            pool=room.pool,
+            counters=room.counters,
+            on_miss=self._miss,
         )
 
     def serve(self, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
@@ -90,6 +95,7 @@ class Room:
         packages.use_root(folder / "packages")
         self.library = Library(folder)
         self.pool = EnginePool()
+        self.counters = Counters()
         self.tiers = TierManager(self.library, self.pool, settings)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
             weakref.WeakKeyDictionary()

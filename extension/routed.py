@@ -32,6 +32,7 @@ class RoutedUNet:
         host: the host's own UNet with the same arguments: serves every call no engine can.
         epoch: token of the weights as given; see ``set_weights``.
         pool: engines in memory; one of its own by default.
+        counters: of all models of the process, counted too.
         on_miss: called with a call that no engine serves yet and why; may load one, and returns
             whether routing should be tried again.
     """
@@ -45,11 +46,12 @@ class RoutedUNet:
         epoch: Hashable = 0,
         fingerprint: str | None = None,
         pool: EnginePool | None = None,
+        counters: Counters | None = None,
         on_miss: Callable[[Call, Host], bool] = lambda call, answer: False,
     ) -> None:
         self.arch = arch
         self.host = host
-        self.counters = Counters()
+        self.counters = Counters(parent=counters)
         self.last_binding: BindingReport | None = None
         self.pool = pool or EnginePool()
         self._on_miss = on_miss

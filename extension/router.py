@@ -265,14 +265,21 @@ def _parts(call: Call, engines: Sequence[Candidate]) -> tuple[Part, ...]:
 
 @dataclass
 class Counters:
-    """How many calls engines and host served, and why the host did. Thread-safe."""
+    """How many calls engines and host served, and why the host did. Thread-safe.
 
+    Attributes:
+        parent: counts everything too, such as for all models of a process.
+    """
+
+    parent: Counters | None = None
     served: Counter[str] = field(default_factory=Counter)
     host: Counter[tuple[Reason, str]] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, answer: Plan | Host) -> None:
         """Count one call; a plan counts once for each engine that takes part."""
+        if self.parent is not None:
+            self.parent.count(answer)
         with self._lock:
             if isinstance(answer, Host):
                 self.host[answer.reason, answer.text] += 1

@@ -14,16 +14,16 @@ def status(room: Room, device: str) -> dict[str, Any]:
     """Everything about a room as a JSON object; never raises for what is on disk."""
     machine = machine_of(device)
     loaded = {candidate.stem for candidate in room.pool.candidates()}
-    totals = [model.routed.counters.to_json() for model in room.models() if model.arch]
+    counts = room.counters.to_json()
     return {
         "version": __version__,
         "folder": str(room.library.folder),
         "gpu": machine.gpu,
         "backends": dict(machine.backends),
         "unable": room.tiers.unable,
-        "served": sum(int(total["served"]) for total in totals),
-        "host": sum(int(total["host"]) for total in totals),
-        "reasons": [reason for total in totals for reason in total["reasons"]],
+        "served": counts["served"],
+        "host": counts["host"],
+        "reasons": counts["reasons"],
         "refusals": [model.refusal for model in room.models() if model.refusal],
         "wanted": room.tiers.wanted,
         "failed": dict(room.tiers.failed),
