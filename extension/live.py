@@ -67,8 +67,11 @@ def live_architecture(unet: nn.Module, *, resize: str = "before") -> Architectur
     )
 
 
-def _precision(attention: nn.Module) -> bool:
-    return getattr(attention, "attn_precision", None) is torch.float32
+def _precision(attention: nn.Module) -> bool | None:
+    if not hasattr(attention, "attn_precision"):
+        return None
+    precision: object = attention.attn_precision
+    return precision is torch.float32
 
 
 class LiveWeights(Mapping[str, Tensor]):

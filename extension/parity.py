@@ -165,7 +165,20 @@ def check(
         EngineError: the weights cannot be bound.
     """
     place = torch.device(device)
-    arch = arch.for_shape(shape)
+    # A host may have switched autocast on for its own calls.
+    with torch.autocast(place.type, enabled=False), torch.no_grad():
+        return _compare(engine, arch.for_shape(shape), shape, weights, dtype, place, pause)
+
+
+def _compare(
+    engine: Engine,
+    arch: Architecture,
+    shape: Shape,
+    weights: Mapping[str, Tensor] | None,
+    dtype: str,
+    place: torch.device,
+    pause: Callable[[], None],
+) -> ParityResult:
     worst = noise = 0.0
     for epoch, source in _sources(engine, arch, weights, dtype, place):
         binding = Binding(engine, place)

@@ -39,6 +39,15 @@ def load_core():
     return module
 
 
+def in_host():
+    """Whether this process is a host of the family."""
+    try:
+        return importlib.util.find_spec("modules.script_callbacks") is not None
+    except ImportError:
+        return False
+
+
 core = load_core()
-if core is not None and (ROOT / "hosts" / "webui" / "__init__.py").is_file():
-    importlib.import_module(f"{CORE}.hosts.webui").register()
+if core is not None and in_host():
+    # The host registers every Script class that it finds in this file's namespace.
+    EngineRoomScript = importlib.import_module(f"{CORE}.hosts.webui").register()

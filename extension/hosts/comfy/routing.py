@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
 from ...log import logger
+from ...patcher_calls import active_features, read_control
 from ...progress import CancelToken, Progress
 from ...room import Room, ServedModel
-from .calls import active_features, read_control, weights_epoch
 
 KEY = "engine_room"
 _rooms: list[Room] = []
@@ -108,6 +109,17 @@ class Routing:
         served.policy, served.on_progress, served.cancel = self.policy, progress, progress.cancel
         epoch = (id(self), weights_epoch(self._base(), self.run))
         return served.serve(*args, epoch=epoch, features=features)
+
+
+def weights_epoch(base: Any, run: int) -> Hashable:
+    """Changes whenever the host may have changed the contents of a weight.
+
+    Scheduled LoRAs (hooks) write weights between calls without any sign, so every call is an
+    epoch of its own while they are active.
+    """
+    patcher = getattr(base, "current_patcher", None)
+    hooks = getattr(patcher, "current_hooks", None) or getattr(patcher, "forced_hooks", None)
+    return (getattr(base, "current_weight_patches_uuid", None), run, object() if hooks else None)
 
 
 def route(model: Any, *, policy: str) -> Any:

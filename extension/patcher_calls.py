@@ -1,16 +1,16 @@
-"""ComfyUI's UNet calls in the engine's terms: control residuals, features, weights epoch."""
+"""UNet calls of model patchers (ComfyUI, the Forge family) in the engine's terms."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ...architecture import Architecture
-from ...ops_shapes import skip_shapes
-from ...shapes import Shape
-from ...unet import Control
+from .architecture import Architecture
+from .ops_shapes import skip_shapes
+from .shapes import Shape
+from .unet import Control
 
 CONTROL_PARTS = {"input", "middle", "output"}
 # Entries of transformer_options that change what the network computes, where they are not empty.
@@ -61,14 +61,3 @@ def read_control(
         if residual is not None and tuple(residual.shape) != size:
             return None, f"a control residual of shape {tuple(residual.shape)} instead of {size}"
     return Control(input=inputs, middle=middle, output=outputs), ""
-
-
-def weights_epoch(base: Any, run: int) -> Hashable:
-    """Changes whenever the host may have changed the contents of a weight.
-
-    Scheduled LoRAs (hooks) write weights between calls without any sign, so every call is an
-    epoch of its own while they are active.
-    """
-    patcher = getattr(base, "current_patcher", None)
-    hooks = getattr(patcher, "current_hooks", None) or getattr(patcher, "forced_hooks", None)
-    return (getattr(base, "current_weight_patches_uuid", None), run, object() if hooks else None)

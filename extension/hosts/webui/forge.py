@@ -1,0 +1,112 @@
+"""The Forge family: the patcher's function wrapper, with the UNet's forward routed inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ...errors import CancelledError
+from ...live import OURS
+from ...log import logger
+from ...patcher_calls import active_features, read_control
+from . import room, settings
+
+_run = [0]
+
+
+def attach(p: Any) -> None:
+    """Route the UNet of this sampling run; called when its LoRAs are known."""
+    if settings.policy() == "off":
+        return
+    _run[0] += 1
+    unet = p.sd_model.forge_objects.unet.clone()
+    before = unet.model_options.get("model_function_wrapper")
+    if isinstance(before, Wrapper):
+        before = before.before
+    identity = (id(p.sd_model), str(getattr(p.sd_model, "current_lora_hash", "")), _run[0])
+    unet.set_model_unet_function_wrapper(Wrapper(before, identity))
+    p.sd_model.forge_objects.unet = unet
+
+
+class Wrapper:
+    """Replaces the network's forward for the length of one ``apply_model``.
+
+    The host then does its own scaling, casts and concatenation, and the engine sees exactly what
+    the network would. Hosts copy options deeply; this must stay one object.
+    """
+
+    def __init__(self, before: Callable[..., Any] | None, epoch: Hashable) -> None:
+        self.before = before
+        self.epoch = epoch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        return self
+
+    def __call__(self, apply_model: Any, args: dict[str, Any]) -> Any:
+        """One batch of conditions."""
+        network = apply_model.__self__.diffusion_model
+        routed = "forward" not in network.__dict__
+        if routed:
+            network.forward = _routed_forward(network, self.epoch)
+        try:
+            if self.before is not None:
+                return self.before(apply_model, args)
+            return apply_model(args["input"], args["timestep"], **args["c"])
+        finally:
+            if routed:
+                network.__dict__.pop("forward", None)
+
+
+def _routed_forward(network: Any, epoch: Hashable) -> Any:
+    original = network.forward
+
+    def forward(
+        x: Any,
+        timesteps: Any = None,
+        context: Any = None,
+        y: Any = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **extra: Any,
+    ) -> Any:
+        options = {} if transformer_options is None else transformer_options
+        try:
+            out = _serve(network, x, timesteps, context, y, control, options, extra, epoch)
+        except CancelledError:
+            out = None
+        except Exception:
+            logger.exception("A call went to the host: Engine Room failed.")
+            out = None
+        if out is not None:
+            return out
+        return original(
+            x,
+            timesteps,
+            context=context,
+            y=y,
+            control=control,
+            transformer_options=options,
+            **extra,
+        )
+
+    setattr(forward, OURS, True)
+    return forward
+
+
+def _serve(
+    network: Any, x: Any, timesteps: Any, context: Any, y: Any, control: Any, options: Any,
+    extra: Any, epoch: Hashable,
+) -> Any:  # fmt: skip
+    served = room.room().model(network)
+    if served.arch is None or context is None:
+        return None
+    features = active_features(options, extra, control)
+    shape = served.routed.describe(x, context, control is not None).shape
+    residuals, problem = read_control(control, served.arch, shape)
+    if problem:
+        features.append(problem)
+    if (y is not None) != bool(served.arch.adm_channels):
+        features.append("the input 'y'")
+    return room.serve(
+        served, (x, timesteps.float(), context, y, residuals), epoch=epoch, features=features
+    )

@@ -1,0 +1,59 @@
+"""This process's room, which of the hosts this is, and how a call gets to an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from modules import paths, shared
+
+from ...progress import CancelToken, Progress
+from ...room import Room, ServedModel
+from . import settings
+
+_rooms: list[Room] = []
+
+
+@lru_cache(maxsize=1)
+def is_forge() -> bool:
+    """Whether this is Forge, reForge or Forge Classic; False in AUTOMATIC1111."""
+    return importlib.util.find_spec("modules_forge") is not None
+
+
+def room() -> Room:
+    """This process's room, over ``models/engine-room``."""
+    if not _rooms:
+        _rooms.append(Room(Path(paths.models_path) / "engine-room"))
+    return _rooms[0]
+
+
+def unloaded() -> None:
+    """The host reloads its scripts: stop building; engines stay, since the core does."""
+    if _rooms:
+        _rooms[0].tiers.cancel()
+        _rooms[0].tiers.retry()
+
+
+class JobProgress:
+    """A build that a picture waits for: shown in the host's progress text, ended by Interrupt."""
+
+    def __init__(self) -> None:
+        self.cancel = CancelToken()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show a moment of the build."""
+        shared.state.textinfo = f"TensorRT engine: {progress.phase} {progress.fraction:.0%}"
+        if shared.state.interrupted or shared.state.skipped:
+            self.cancel.cancel()
+
+
+def serve(
+    served: ServedModel, args: tuple[Any, ...], *, epoch: Hashable, features: list[str]
+) -> Any:
+    """One call through engines under the settings; None where the host must serve."""
+    progress = JobProgress()
+    served.policy, served.on_progress, served.cancel = settings.policy(), progress, progress.cancel
+    return served.serve(*args, epoch=epoch, features=features)

@@ -1,0 +1,43 @@
+"""The always-on script: routes each sampling run, and writes into the infotext what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modules import scripts
+
+from . import forge, room
+
+
+class EngineRoomScript(scripts.Script):  # type: ignore[misc]
+    """Engine Room in the host's job."""
+
+    def title(self) -> str:
+        """Name in the host's lists."""
+        return "Engine Room"
+
+    def show(self, is_img2img: bool) -> Any:
+        """Always on, without controls of its own."""
+        return scripts.AlwaysVisible
+
+    def process(self, p: Any, *args: Any) -> None:
+        """A job begins: count its calls from here."""
+        self.before = room.room().counters.totals
+
+    def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
+        """LoRAs and sizes are known now."""
+        if room.is_forge():
+            forge.attach(p)
+            return
+        from . import a1111
+
+        a1111.begin()
+
+    def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
+        """Before pictures are saved: how many calls the engine served."""
+        before = getattr(self, "before", (0, 0))
+        served, host = (
+            now - then for now, then in zip(room.room().counters.totals, before, strict=True)
+        )
+        if served:
+            p.extra_generation_params["Engine Room"] = f"{served} of {served + host} UNet calls"

@@ -1,0 +1,247 @@
+"""Real servers of the A1111 family with this checkout, driven through their API."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save_file
+
+from extension.model_layout import TEXT, VAE, text_shapes, vae_shapes
+from extension.synthetic import random_tensor
+from extension.synthetic_lora import make_lora
+from tests.support_comfyui import ROOT, SMALL_SD15, free_port, link_packages
+from tests.support_models import random_weights
+
+FLAGS = {
+    "a1111": ["--use-cpu", "all", "--no-half", "--precision", "full", "--do-not-download-clip"],
+    "forge": ["--always-cpu", "--all-in-fp32"],
+    "reforge": ["--always-cpu", "--all-in-fp32"],
+    "classic": ["--always-cpu", "--all-in-fp32"],
+}
+COMMON = ["--skip-prepare-environment", "--skip-torch-cuda-test", "--skip-version-check",
+          "--skip-python-version-check", "--disable-nan-check", "--no-download-sd-model",
+          "--no-hashing", "--api"]  # fmt: skip
+# Writes the latents of each job, and patches the UNet where probe.json asks for it.
+PROBE = """
+import json, os, torch
+from modules import scripts
+BASE = {base!r}
+
+class Probe(scripts.Script):
+    def title(self): return "probe"
+    def show(self, is_img2img): return scripts.AlwaysVisible
+    def asked(self):
+        path = os.path.join(BASE, "probe.json")
+        return json.load(open(path)) if os.path.exists(path) else {{}}
+    def process_before_every_sampling(self, p, *args, **kwargs):
+        kind = self.asked().get("patch")
+        if not kind:
+            return
+        if kind == "hypernetwork":
+            from modules import shared
+            return
+        unet = p.sd_model.forge_objects.unet.clone()
+        if kind == "attn2":
+            unet.set_model_attn2_output_patch(lambda out, extra: out * 0.5)
+        elif kind == "output":
+            unet.set_model_output_block_patch(lambda h, hsp, options: (h * 0.8, hsp))
+        elif kind == "wrapper":
+            unet.set_model_unet_function_wrapper(
+                lambda apply, a: apply(a["input"], a["timestep"], **a["c"]) * 0.5)
+        p.sd_model.forge_objects.unet = unet
+    def post_sample(self, p, ps, *args):
+        from safetensors.torch import save_file
+        save_file({{"samples": ps.samples.detach().float().cpu().contiguous()}},
+                  os.path.join(BASE, "latents.safetensors"))
+"""
+YAML = """
+model:
+  target: ldm.models.diffusion.ddpm.LatentDiffusion
+  params:
+    linear_start: 0.00085
+    linear_end: 0.0120
+    num_timesteps_cond: 1
+    log_every_t: 200
+    timesteps: 1000
+    first_stage_key: jpg
+    cond_stage_key: txt
+    image_size: 64
+    channels: 4
+    cond_stage_trainable: false
+    conditioning_key: crossattn
+    monitor: val/loss_simple_ema
+    scale_factor: 0.18215
+    use_ema: False
+    unet_config:
+      target: ldm.modules.diffusionmodules.openaimodel.UNetModel
+      params: {image_size: 32, in_channels: 4, out_channels: 4, model_channels: 320,
+               attention_resolutions: [2, 1], num_res_blocks: 1, channel_mult: [1, 2],
+               num_heads: 8, use_spatial_transformer: True, transformer_depth: 1,
+               context_dim: 768, use_checkpoint: False, legacy: False}
+    first_stage_config:
+      target: ldm.models.autoencoder.AutoencoderKL
+      params:
+        embed_dim: 4
+        ddconfig: {double_z: true, z_channels: 4, resolution: 256, in_channels: 3, out_ch: 3,
+                   ch: 128, ch_mult: [1, 2, 4, 4], num_res_blocks: 2, attn_resolutions: [],
+                   dropout: 0.0}
+        lossconfig: {target: torch.nn.Identity}
+    cond_stage_config:
+      target: ldm.modules.encoders.modules.FrozenCLIPEmbedder
+"""
+CLIP_CONFIG = {
+    "architectures": ["CLIPModel"],
+    "model_type": "clip",
+    "projection_dim": 768,
+    "text_config": {
+        "model_type": "clip_text_model",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "projection_dim": 768,
+        "vocab_size": 49408,
+        "hidden_act": "quick_gelu",
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 1},
+}
+
+
+class WebuiServer:
+    """One host process over a data folder of its own."""
+
+    def __init__(self, name: str, checkout, base: Path) -> None:
+        self.name, self.checkout, self.base = name, checkout, base
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = None
+        self.log = base / "log.txt"
+        extensions = base / "extensions"
+        (base / "models" / "Lora").mkdir(parents=True)
+        install(extensions / "we ird-name.v2")
+        probe = extensions / "probe" / "scripts"
+        probe.mkdir(parents=True)
+        (probe / "probe.py").write_text(PROBE.format(base=str(base)))
+        link_packages(base / "packages", checkout.python)
+        clip = base / "openai" / "clip-vit-large-patch14"
+        clip.mkdir(parents=True)
+        tokenizer = Path.home() / "ComfyUI" / "comfy" / "sd1_tokenizer"
+        for file in tokenizer.iterdir():
+            shutil.copy(file, clip)
+        (clip / "config.json").write_text(json.dumps(CLIP_CONFIG))
+        (base / "config.json").write_text(
+            json.dumps({"live_previews_enable": False, "samples_save": False, "grid_save": False})
+        )
+
+    def start(self) -> None:
+        """Start and wait until a job can be posted."""
+        command = [str(self.checkout.python), str(self.checkout.root / "launch.py"), *COMMON,
+                   *FLAGS[self.name], "--port", str(self.port),
+                   "--data-dir", str(self.base)]  # fmt: skip
+        env = {**os.environ, "ENGINE_ROOM_PACKAGES": str(self.base / "packages"),
+               "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+               "PYTHONDONTWRITEBYTECODE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=self.base, stdout=log, stderr=log, env=env)
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                self.get("/sdapi/v1/sd-models")
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                assert self.process.poll() is None, self.log.read_text()[-3000:]
+                assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+                time.sleep(0.5)
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+            self.process = None
+
+    def get(self, path):
+        """GET as JSON."""
+        with urllib.request.urlopen(self.url + path, timeout=120) as answer:
+            return json.load(answer)
+
+    def post(self, path, body):
+        """POST JSON as JSON; a failure shows the server's log."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            log = self.log.read_text()[-3000:]
+            raise AssertionError(f"{error.read()[:500]!r}\n{log}") from error
+
+    def draw(self, policy, *, patch=None, **job):
+        """A job; its latents, infotext and the engine's share of its calls."""
+        (self.base / "probe.json").write_text(json.dumps({"patch": patch}))
+        settings = {"engine_room_policy": policy, "live_previews_enable": False}
+        fields = {"prompt": "a lighthouse", "negative_prompt": "fog", "steps": 3, "width": 64,
+                  "height": 64, "seed": 1, "cfg_scale": 5.0, "sampler_name": "Euler",
+                  "override_settings": {**settings, **job.pop("settings", {})},
+                  "override_settings_restore_afterwards": True, **job}  # fmt: skip
+        answer = self.post("/sdapi/v1/txt2img", fields)
+        infotext = json.loads(answer["info"])["infotexts"][0]
+        # Not mapped: the next job writes the same file.
+        return load((self.base / "latents.safetensors").read_bytes())["samples"], infotext
+
+    def counts(self):
+        """Calls served by engines and by the host, so far."""
+        status = self.get("/engine-room/status")
+        return status["served"], status["host"]
+
+
+def install(target: Path) -> None:
+    """What the host's extension manager does: clone the repository's URL."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(target)], check=True)
+    # Changes that are not committed yet are what is being tested.
+    names = ["ls-files", "-m", "-o", "--exclude-standard"]
+    changed = subprocess.run(["git", *names], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in changed.stdout.split("\n"):
+        if name and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def write_models(base: Path) -> None:
+    """Two checkpoints (fp16, text encoder and VAE of full size) and LoRAs."""
+    folder = base / "models" / "Stable-diffusion"
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = {}
+    for layout in (text_shapes(TEXT["sd15", "full"][0]), vae_shapes(VAE["full"])):
+        for name, shape in layout:
+            shared[name] = random_tensor(name, shape, 0).half()
+    for model, seed in (("a", 0), ("b", 7)):
+        unet = {
+            f"model.diffusion_model.{n}": t.half().contiguous()
+            for n, t in random_weights(SMALL_SD15, seed).items()
+        }
+        save_file({**shared, **unet}, folder / f"{model}.safetensors")
+        (folder / f"{model}.yaml").write_text(YAML)
+    for i, kind in enumerate(("lora", "loha")):
+        make_lora(base / f"models/Lora/{kind}.safetensors", architecture=SMALL_SD15, kind=kind,
+                  seed=i)  # fmt: skip
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative L2; infinite where shapes differ."""
+    if a.shape != b.shape:
+        return math.inf
+    return float((a - b).norm() / b.norm())
