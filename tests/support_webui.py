@@ -60,7 +60,9 @@ class Probe(scripts.Script):
         p.sd_model.forge_objects.unet = unet
     def post_sample(self, p, ps, *args):
         from safetensors.torch import save_file
-        save_file({{"samples": ps.samples.detach().float().cpu().contiguous()}},
+        # After hires fix: decoded pictures, one by one.
+        samples = torch.stack([sample.detach().float().cpu() for sample in ps.samples])
+        save_file({{"samples": samples.contiguous()}},
                   os.path.join(BASE, "latents.safetensors"))
 """
 YAML = """
@@ -140,6 +142,8 @@ class WebuiServer:
         for file in tokenizer.iterdir():
             shutil.copy(file, clip)
         (clip / "config.json").write_text(json.dumps(CLIP_CONFIG))
+        if name == "classic":  # it looks for this folder where it was started
+            (base / "ldm_patched").symlink_to(checkout.root / "ldm_patched")
         (base / "config.json").write_text(
             json.dumps({"live_previews_enable": False, "samples_save": False, "grid_save": False})
         )
@@ -155,14 +159,12 @@ class WebuiServer:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=self.base, stdout=log, stderr=log, env=env)
         deadline = time.monotonic() + 180
-        while True:
-            try:
-                self.get("/sdapi/v1/sd-models")
-                return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                assert self.process.poll() is None, self.log.read_text()[-3000:]
-                assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-                time.sleep(0.5)
+        # A request before it is up makes A1111 fail: it adds to its application afterwards.
+        while "Startup time" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()[-1500:]
+            assert time.monotonic() < deadline, self.log.read_text()[-1500:]
+            time.sleep(0.3)
+        self.get("/sdapi/v1/sd-models")
 
     def stop(self) -> None:
         """End the process."""
@@ -191,13 +193,15 @@ class WebuiServer:
     def draw(self, policy, *, patch=None, **job):
         """A job; its latents, infotext and the engine's share of its calls."""
         (self.base / "probe.json").write_text(json.dumps({"patch": patch}))
-        settings = {"engine_room_policy": policy, "live_previews_enable": False}
+        # The hosts put back only what stood in their settings file before.
+        settings = {"engine_room_policy": policy, "live_previews_enable": False,
+                    "token_merging_ratio": 0.0, "sd_model_checkpoint": "a.safetensors"}  # fmt: skip
         fields = {"prompt": "a lighthouse", "negative_prompt": "fog", "steps": 3, "width": 64,
                   "height": 64, "seed": 1, "cfg_scale": 5.0, "sampler_name": "Euler",
                   "override_settings": {**settings, **job.pop("settings", {})},
                   "override_settings_restore_afterwards": True, **job}  # fmt: skip
         answer = self.post("/sdapi/v1/txt2img", fields)
-        infotext = json.loads(answer["info"])["infotexts"][0]
+        infotext = json.loads(answer["info"])["infotexts"][-1]
         # Not mapped: the next job writes the same file.
         return load((self.base / "latents.safetensors").read_bytes())["samples"], infotext
 

@@ -1,0 +1,160 @@
+"""Each real host of the A1111 family, through its API: as without us, with exact counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support_hosts import find_host
+from tests.support_webui import WebuiServer, distance, write_models
+
+HOSTS = ("a1111", "forge", "reforge", "classic")
+# fp32 on both sides: sums in another order, amplified over a few sampling steps.
+TOLERANCE = 1e-4
+MOVES = 20 * TOLERANCE
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def host(request, tmp_path_factory):
+    checkout, reason = find_host(request.param)
+    if checkout is None:
+        pytest.skip(reason)
+    server = WebuiServer(request.param, checkout, tmp_path_factory.mktemp(request.param))
+    write_models(server.base)
+    server.start()
+    yield server
+    server.stop()
+
+
+LONG = "a lighthouse, " + "very " * 90 + "tall"
+HIRES = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent", "hr_second_pass_steps": 2,
+         "denoising_strength": 0.7}  # fmt: skip
+# Job, the job without the feature, calls served and calls of the host: one pair for all hosts, or
+# one for each that differs. A1111 calls twice a step where prompts differ in length.
+CASES = {
+    "plain": ({}, None, (3, 0)),
+    "another seed": ({"seed": 9}, {}, (3, 0)),
+    "batch of three": ({"batch_size": 3}, None, (3, 0)),
+    "two batches": ({"n_iter": 2}, {}, (6, 0)),
+    "cfg 1": ({"cfg_scale": 1.0}, {}, (3, 0)),
+    "two calls a step": ({"sampler_name": "Heun"}, {}, (5, 0)),
+    "wide": ({"width": 128}, None, (3, 0)),
+    "odd latents": ({"width": 72, "height": 56}, None, (3, 0)),
+    "long prompt": ({"prompt": LONG}, {}, {"a1111": (6, 0), "": (3, 0)}),
+    "prompt editing": ({"prompt": "[a lighthouse:a boat:0.4] at sea"}, {}, (3, 0)),
+    "AND": ({"prompt": "a lighthouse AND a boat"}, {}, (3, 0)),
+    "LoRA": ({"prompt": "a lighthouse <lora:lora:0.8>"}, {}, (3, 0)),
+    "another strength": (
+        {"prompt": "a lighthouse <lora:lora:-0.5>"},
+        {"prompt": "a lighthouse <lora:lora:0.8>"},
+        (3, 0),
+    ),
+    "two LoRAs": (
+        {"prompt": "a lighthouse <lora:lora:0.8> <lora:loha:0.6>"},
+        {"prompt": "a lighthouse <lora:lora:0.8>"},
+        (3, 0),
+    ),
+    "no LoRA again": ({}, {"prompt": "a lighthouse <lora:lora:0.8>"}, (3, 0)),
+    "hires fix": (HIRES, {"width": 96, "height": 96}, (5, 0)),
+    "hires fix with a LoRA of its own": (
+        {**HIRES, "prompt": "a lighthouse <lora:lora:0.5>",
+         "hr_prompt": "a lighthouse <lora:lora:0.9>"},
+        HIRES,
+        (5, 0),
+    ),
+    "another checkpoint": ({"settings": {"sd_model_checkpoint": "b.safetensors"}}, {}, (3, 0)),
+    "token merging": ({"settings": {"token_merging_ratio": 0.6}}, {}, (0, 3)),
+    "tiling": ({"tiling": True}, {}, (0, 3)),
+}  # fmt: skip
+FORGE_CASES = {
+    "attention patch": ({"patch": "attn2"}, {}, (0, 3)),
+    "block patch": ({"patch": "output"}, {}, (0, 3)),
+    "another wrapper": ({"patch": "wrapper"}, {}, (3, 0)),
+}
+
+
+def expected_for(host, expected):
+    return expected if isinstance(expected, tuple) else expected.get(host.name, expected.get(""))
+
+
+def check(host, case):
+    job, without, expected = case
+    reference, infotext = host.draw("off", **job)
+    assert "Engine Room" not in infotext
+    if without is not None:
+        other, _ = host.draw("off", **without)
+        assert distance(other, reference) > MOVES, "the feature does nothing"
+    before = host.counts()
+    engine, infotext = host.draw("wait", **job)
+    after = host.counts()
+    assert distance(engine, reference) <= TOLERANCE
+    served, by_host = after[0] - before[0], after[1] - before[1]
+    assert (served, by_host) == expected_for(host, expected), host.get("/engine-room/status")[
+        "reasons"
+    ]
+    if served:
+        assert f"{served} of {served + by_host} UNet calls" in infotext
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_without_us_with_exact_counts(host, name):
+    if name == "tiling" and host.name != "a1111":
+        pytest.skip("the Forge family has no tiling for pictures through its API")
+    check(host, CASES[name])
+
+
+@pytest.mark.parametrize("name", FORGE_CASES)
+def test_other_extensions_of_the_forge_family(host, name):
+    if host.name == "a1111":
+        pytest.skip("A1111 has no patcher")
+    check(host, FORGE_CASES[name])
+
+
+def test_building_in_the_background_never_spoils_a_picture(host):
+    reference, _ = host.draw("off", width=192)
+    first, _ = host.draw("background", width=192)
+    assert distance(first, reference) <= TOLERANCE
+    while host.get("/engine-room/status")["wanted"]:
+        pass
+    before = host.counts()
+    second, infotext = host.draw("background", width=192)
+    assert distance(second, reference) <= TOLERANCE
+    assert host.counts() == (before[0] + 3, before[1])
+    assert "3 of 3 UNet calls" in infotext
+
+
+def test_one_engine_serves_every_lora_and_checkpoint(host):
+    host.draw("wait")
+    before = {engine["id"] for engine in host.get("/engine-room/status")["engines"]}
+    for job in (
+        {"prompt": "a boat <lora:loha:0.3>"},
+        {"settings": {"sd_model_checkpoint": "b.safetensors"}},
+    ):
+        _, infotext = host.draw("never", **job)
+        assert "3 of 3 UNet calls" in infotext
+    after = {engine["id"] for engine in host.get("/engine-room/status")["engines"]}
+    assert after == before
+
+
+def test_an_infotext_draws_the_same_without_us(host):
+    """Nothing of ours in the parameters changes what is drawn."""
+    engine, infotext = host.draw("wait", seed=5)
+    seed = re.search(r"Seed: (\d+)", infotext).group(1)
+    again, _ = host.draw("off", seed=int(seed))
+    assert distance(engine, again) <= TOLERANCE
+
+
+def test_routes_take_ids_only(host):
+    engines = host.get("/engine-room/status")["engines"]
+    assert engines
+    assert host.post("/engine-room/remove", {"id": engines[0]["id"]})["freed"] > 1000
+    for body in ({"id": "../../etc/passwd"}, {}, []):
+        with pytest.raises(AssertionError, match="engine"):
+            host.post("/engine-room/remove", body)
+
+
+def test_the_log_is_quiet(host):
+    log = host.log.read_text()
+    assert "Engine Room failed" not in log
+    assert "Error loading script: engine_room.py" not in log
