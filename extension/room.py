@@ -20,7 +20,7 @@ from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .routed import RoutedUNet
 from .router import Call, Counters, Host, Reason
-from .tiers import TierManager, TierSettings
+from .tiers import Event, TierManager, TierSettings
 
 
 class ServedModel:
@@ -89,6 +89,9 @@ class Room:
 
     Args:
         folder: of the library; the private packages lie in ``packages`` inside it.
+
+    Attributes:
+        events: the last thing that happened to each wanted engine, by stem.
     """
 
     def __init__(self, folder: Path, settings: TierSettings | None = None) -> None:
@@ -96,7 +99,8 @@ class Room:
         self.library = Library(folder)
         self.pool = EnginePool()
         self.counters = Counters()
-        self.tiers = TierManager(self.library, self.pool, settings)
+        self.events: dict[str, Event] = {}
+        self.tiers = TierManager(self.library, self.pool, settings, on_event=self._note)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
             weakref.WeakKeyDictionary()
         )
@@ -114,6 +118,9 @@ class Room:
         """Every model that is alive."""
         with self._lock:
             return list(self._models.values())
+
+    def _note(self, event: Event) -> None:
+        self.events[event.stem] = event
 
     def close(self) -> None:
         """Release every engine and stop building."""

@@ -17,6 +17,7 @@ import torch
 
 from .architecture import Architecture
 from .binding import TORCH_DTYPES
+from .build_history import BuildHistory
 from .building import BuildRequest, build_engine
 from .engine.interface import check_choice
 from .errors import CancelledError, EngineRoomError, SettingError
@@ -166,6 +167,13 @@ class TierManager:
         if self._is_loaded(linear.stem) or self._is_loaded(staged.stem):
             return self._is_loaded(staged.stem)
         return free_bytes(job.target.device) > HEADROOM * hwc8_bytes(job.arch)
+
+    def expected_seconds(self, job: Job) -> float:
+        """What a build will take, by past builds on this machine."""
+        target = job.target
+        count = len(job.arch.parameters())
+        history = BuildHistory(self.library.folder)
+        return history.expect(target.backend, "shared", count, len(target.capabilities))
 
     def want(self, job: Job) -> str:
         """Get an engine in the background; returns its stem."""

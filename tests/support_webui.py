@@ -200,6 +200,8 @@ class WebuiServer:
                   "height": 64, "seed": 1, "cfg_scale": 5.0, "sampler_name": "Euler",
                   "override_settings": {**settings, **job.pop("settings", {})},
                   "override_settings_restore_afterwards": True, **job}  # fmt: skip
+        if self.name == "forge" and "enable_hr" in job:
+            fields["hr_additional_modules"] = ["Use same choices"]  # its API fails without
         answer = self.post("/sdapi/v1/txt2img", fields)
         infotext = json.loads(answer["info"])["infotexts"][-1]
         # Not mapped: the next job writes the same file.

@@ -82,7 +82,8 @@ def test_the_core_imports_itself_relatively_and_no_host(path):
     for level, module, line in imported(path):
         where = f"{path.name}:{line}"
         root = module.split(".")[0]
-        assert root not in HOSTS or level, f"{where} imports a host"
+        known = root == "gradio" and path.parent.name == "ui"
+        assert root not in HOSTS or level or known, f"{where} imports a host"
         assert not (level == 0 and root in ("extension", "engine_room")), where
         assert not (level and "hosts" in module.split(".")), f"{where} imports a host adapter"
     for level, module, line in imported(path, top_only=True):
@@ -162,5 +163,5 @@ def test_no_torch_name_newer_than_2_1():
             assert name not in NEWER, f"{path.name}:{node.lineno} {name}"
             value = torch
             for part in name.split(".")[1:3]:
-                value = getattr(value, part, None)
-            assert value is not None, f"{path.name}:{node.lineno} {name}"
+                assert hasattr(value, part), f"{path.name}:{node.lineno} {name}"
+                value = getattr(value, part)

@@ -1,10 +1,133 @@
-"""The tab "Build TRT engine"."""
+"""The tab in the host: its loaded model, and its export."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+from modules import devices, paths, shared
+from torch import Tensor
+
+from ...errors import EngineRoomError, SettingError, UnsupportedModelError
+from ...log import logger
+from ...onnx_export import export_pair
+from ...progress import CancelToken, Progress
+from ...room import Room
+from ...routed import DTYPE_NAMES
+from ...serving import Target
+from ...shapes import Shape
+from ...tiers import Job
+from . import api, room
+
+
+class WebuiHost:
+    """This host, as the tab sees it."""
+
+    def __init__(self) -> None:
+        self.has_control = room.is_forge()
+
+    def room(self) -> Room:
+        """This process's room."""
+        return room.room()
+
+    def device(self) -> str:
+        """Where it draws."""
+        return api.place()
+
+    def checkpoint(self) -> str:
+        """The loaded checkpoint."""
+        info = getattr(_loaded(), "sd_checkpoint_info", None)
+        return str(getattr(info, "title", "") or "")
+
+    def job(self, shape: Shape) -> Job:
+        """The engine job for the loaded model.
+
+        Raises:
+            EngineRoomError: no model is loaded, or no engine can serve it.
+        """
+        served = self.room().model(_unet(), resize="before" if room.is_forge() else "after")
+        if served.arch is None:
+            raise UnsupportedModelError(served.refusal)
+        target = Target(device=self.device(), dtype=DTYPE_NAMES[_dtype()])
+        return Job(arch=served.arch, shape=shape, target=target)
+
+    def export(
+        self, name: str, on_progress: Callable[[Progress], None], cancel: CancelToken
+    ) -> str:
+        """Write the loaded model as its weights are now, LoRAs of the last picture included."""
+        root = Path(paths.models_path) / "engine-room" / "onnx"
+        folder = (root / name).resolve()
+        if not name.strip() or root.resolve() not in folder.parents:
+            raise SettingError(f"'{name}' is no folder name.", hint="Write a plain name.")
+        job = self.job(Shape(batch=1, height=8, width=8))
+        export_pair(
+            _Copy(self.room().model(_unet()).weights),
+            job.arch,
+            folder,
+            dtype="fp16",
+            origin={"checkpoint": self.checkpoint()},
+            on_progress=on_progress,
+            cancel=cancel,
+        )
+        return str(folder)
+
+
+class _Copy(Mapping[str, Tensor]):
+    """The live weights, each copied when it is read, outside of inference mode."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._weights[name].detach().to("cpu", copy=True)
+
+    def __iter__(self) -> Any:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _loaded() -> Any:
+    """The loaded model without making the host load one."""
+    from modules import sd_models
+
+    return getattr(sd_models.model_data, "sd_model", None)
+
+
+def _unet() -> Any:
+    model = _loaded()
+    if room.is_forge():
+        patcher = getattr(getattr(model, "forge_objects", None), "unet", None)
+        unet = getattr(getattr(patcher, "model", None), "diffusion_model", None)
+    else:
+        unet = getattr(getattr(model, "model", None), "diffusion_model", None)
+    if unet is None:
+        raise SettingError("No checkpoint is loaded yet.", hint="Draw one picture first.")
+    return unet
+
+
+def _dtype() -> torch.dtype:
+    """What the UNet's calls compute in."""
+    if not room.is_forge():
+        return torch.float32 if shared.cmd_opts.no_half else devices.dtype_unet
+    model = _loaded().forge_objects.unet.model
+    for name in ("computation_dtype", "manual_cast_dtype"):
+        found = getattr(model, name, None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return next(iter(_unet().parameters())).dtype  # type: ignore[no-any-return]
 
 
 def tabs() -> list[Any]:
     """For ``on_ui_tabs``: (blocks, title, element id)."""
-    return []
+    from ...ui.tab import Tab
+
+    try:
+        return [(Tab(WebuiHost()).build(), "Build TRT engine", "engine_room")]
+    except (EngineRoomError, ImportError, AttributeError, TypeError):
+        logger.exception("The tab of Engine Room could not be made.")
+        return []
