@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +58,16 @@ def live_architecture(unet: nn.Module, *, resize: str = "before") -> Architectur
         raise UnsupportedModelError("Some attention layers compute in fp32 and some do not.")
     counts = {count for count, _ in heads.values()}
     widths = {shapes[f"{name}.to_q.weight"][0] // count for name, (count, _) in heads.items()}
+    options: dict[str, Any] = {"fp32_attention": fp32.pop(), "resize": resize}
+    if len(counts) == len(widths) == 1:
+        # Either way is the same model; the customary one lets hosts share engines.
+        usual = detect(shapes, **options)
+        if usual.num_heads in counts or usual.head_channels in widths:
+            return usual
     if len(counts) == 1:
-        return detect(shapes, num_heads=counts.pop(), fp32_attention=fp32.pop(), resize=resize)
+        return detect(shapes, num_heads=counts.pop(), **options)
     if len(widths) == 1:
-        return detect(shapes, head_channels=widths.pop(), fp32_attention=fp32.pop(), resize=resize)
+        return detect(shapes, head_channels=widths.pop(), **options)
     first = next(iter(heads))
     raise UnsupportedModelError(
         f"The attention layers have neither one head count nor one head width ('{first}' first)."

@@ -1,0 +1,272 @@
+"""The manager of tiers: missing engines are found, built, verified; failures stay failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from extension.errors import BuildError, CancelledError, SettingError
+from extension.library import Library, State
+from extension.memory import hwc8_bytes
+from extension.ops_torch import TorchUNet
+from extension.pool import EnginePool
+from extension.progress import CancelToken
+from extension.routed import RoutedUNet
+from extension.router import Call, Candidate
+from extension.serving import Target
+from extension.shapes import Shape
+from extension.tiers import Job, TierManager, TierSettings
+from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
+
+ARCH = SMALL["two-levels"]
+SHAPE = Shape(batch=2, height=8, width=8)
+JOB = Job(arch=ARCH, shape=SHAPE, target=Target(device="cpu", dtype="fp32"))
+
+
+def call(shape=SHAPE, **fields):
+    fields = {"dtype": "fp32", "device": "cpu", **fields}
+    return Call(architecture=ARCH.for_shape(shape).id, shape=shape, **fields)
+
+
+@pytest.fixture
+def manager(tmp_path):
+    events = []
+    manager = TierManager(Library(tmp_path), EnginePool(), on_event=events.append)
+    manager.events = events
+    yield manager
+    manager.cancel()
+    manager.wait(30)
+    manager.pool.close()
+
+
+def kinds(manager):
+    found = []
+    for event in manager.events:
+        if not found or found[-1] != event.kind:
+            found.append(event.kind)
+    return found
+
+
+def test_a_build_after_enough_calls_then_ready(manager):
+    for _ in range(manager.settings.after_calls - 1):
+        assert manager.miss(ARCH, call()) is False
+        assert manager.wanted == []
+    assert manager.miss(ARCH, call()) is False
+    assert manager.wait(60)
+    assert [candidate.ready for candidate in manager.pool.candidates()] == [True]
+    assert kinds(manager) == ["building", "loading", "ready"]
+    stem = manager.key(JOB).stem
+    assert manager.library.entry(stem, JOB.target.machine).state is State.READY
+    manager.events.clear()
+    assert manager.miss(ARCH, call()) is False
+    assert manager.wait(5)
+    assert manager.events == []
+
+
+def test_what_is_on_disk_is_loaded_at_the_first_call(manager):
+    manager.provide(JOB)
+    manager.pool.close()
+    manager.miss(ARCH, call(), policy="never")
+    assert manager.wait(60)
+    assert len(manager.pool.candidates()) == 1
+
+
+def test_waiting_gives_an_engine_for_the_very_call(manager):
+    assert manager.miss(ARCH, call(), policy="wait") is True
+    assert len(manager.pool.candidates()) == 1
+
+
+def test_never_means_never(manager):
+    for _ in range(10):
+        assert manager.miss(ARCH, call(), policy="never") is False
+    assert manager.wanted == []
+    assert manager.events == []
+
+
+def test_a_failure_is_told_once_and_not_repeated(manager, monkeypatch):
+    tries = []
+
+    def fail(*args, **kwargs):
+        tries.append(1)
+        raise BuildError("The compiler refuses.")
+
+    monkeypatch.setattr("extension.tiers.build_engine", fail)
+    for _ in range(5):
+        assert manager.miss(ARCH, call(), policy="wait") is False
+    assert len(tries) == 1
+    assert kinds(manager) == ["failed"]
+    assert manager.failed == {manager.key(JOB).stem: "The compiler refuses."}
+    manager.retry()
+    manager.miss(ARCH, call(), policy="wait")
+    assert len(tries) == 2
+
+
+def test_an_engine_that_computes_something_else_is_not_offered(manager, monkeypatch):
+    """Whatever is on disk under the right name: it is compared before it serves."""
+    wrong = replace(ARCH, num_heads=4)
+    from extension.building import build_engine
+
+    def build_wrong(library, request, **options):
+        other = replace(request, architecture=wrong, key=replace(
+            request.key, architecture=wrong.for_shape(SHAPE).id))  # fmt: skip
+        return build_engine(library, other, **options)
+
+    monkeypatch.setattr("extension.tiers.build_engine", build_wrong)
+    assert manager.miss(ARCH, call(), policy="wait") is False
+    assert manager.pool.candidates() == []
+    assert "computes something else" in next(iter(manager.failed.values()))
+
+
+def test_a_host_precision_that_no_engine_has(manager):
+    assert manager.miss(ARCH, call(dtype="torch.float64"), policy="wait") is False
+    assert "float64" in manager.unable
+
+
+def test_cancel_ends_the_build_and_does_not_start_it_again(manager, monkeypatch):
+    started = threading.Event()
+
+    def slow(library, request, *, on_progress, cancel):
+        started.set()
+        while True:
+            cancel.raise_if_cancelled()
+            time.sleep(0.01)
+
+    monkeypatch.setattr("extension.tiers.build_engine", slow)
+    manager.want(JOB)
+    manager.want(replace(JOB, shape=replace(SHAPE, batch=1)))
+    assert started.wait(10)
+    manager.cancel()
+    assert manager.wait(5)
+    assert len(manager.failed) == 2
+    for _ in range(5):
+        manager.miss(ARCH, call())
+    assert manager.wanted == []
+
+
+def test_cancelling_a_build_that_is_waited_for(manager, monkeypatch):
+    token = CancelToken()
+    token.cancel()
+    with pytest.raises(CancelledError):
+        manager.miss(ARCH, call(), policy="wait", cancel=token)
+
+
+def test_settings_that_cannot_be():
+    for fields in ({"policy": "sometimes"}, {"after_calls": 0}, {"after_calls": 10**6}):
+        with pytest.raises(SettingError):
+            TierSettings(**fields)
+
+
+def test_copies_of_weights_only_where_memory_allows(manager, monkeypatch):
+    """The key says which layout; without room the engine reads the weights as they are."""
+    monkeypatch.setattr(Target, "key", lambda self, arch, shape: HWC8)
+    need = hwc8_bytes(ARCH)
+    for free, expected in ((need * 2, "hwc8"), (need, "linear"), (0, "linear")):
+        monkeypatch.setattr("extension.tiers.free_bytes", lambda device, free=free: free)
+        assert manager.key(JOB).conv3x3_format == expected
+    manager.settings = TierSettings(staging=False)
+    monkeypatch.setattr("extension.tiers.free_bytes", lambda device: need * 2)
+    assert manager.key(JOB).conv3x3_format == "linear"
+
+
+HWC8 = replace(
+    JOB.target.key(ARCH, SHAPE),
+    backend="tensorrt_rtx",
+    io_dtype="fp16",
+    compute="fp16",
+    conv3x3_format="hwc8",
+)
+
+
+# The pool
+
+
+class Fake:
+    """An engine that only counts."""
+
+    def __init__(self, scratch=100):
+        self.weights, self.activation_bytes, self.closed = {}, scratch, 0
+
+    def close(self):
+        self.closed += 1
+
+
+def candidate(stem):
+    return Candidate(
+        stem=stem, architecture="a", shape=SHAPE, dtype="fp32", device="cpu", weights="shared"
+    )
+
+
+def test_the_least_recently_used_engine_goes_first():
+    pool, engines = EnginePool(most=2), {name: Fake() for name in "abc"}
+    pool.add(candidate("a"), engines["a"])
+    pool.add(candidate("b"), engines["b"])
+    pool.use("a")
+    pool.add(candidate("c"), engines["c"])
+    assert [c.stem for c in pool.candidates()] == ["a", "c"]
+    assert [engines[n].closed for n in "abc"] == [0, 1, 0]
+    with pytest.raises(KeyError):
+        pool.use("b")
+    pool.set_aside("a")
+    assert [c.ready for c in pool.candidates()] == [False, True]
+    assert pool.nbytes == 100  # scratch memory is counted once
+    assert pool.remove("a")
+    assert not pool.remove("a")
+    pool.close()
+    assert [engines[n].closed for n in "abc"] == [1, 1, 1]
+
+
+def test_two_models_share_one_engine(manager):
+    """Each sees its own weights, in any order of calls."""
+    manager.provide(JOB)
+    inputs = random_inputs(ARCH, SHAPE)
+    args = [inputs[n] for n in ("x", "timesteps", "context")]
+    models = []
+    for seed in (0, 1):
+        weights = random_weights(ARCH, seed)
+        exact = TorchUNet(ARCH, weights)
+        models.append((RoutedUNet(ARCH, weights, exact, pool=manager.pool), exact(*args)))
+    for index in (0, 1, 0, 0, 1):
+        unet, expected = models[index]
+        assert relative_l2(unet(*args), expected) <= 1e-5
+    assert [unet.counters.totals for unet, _ in models] == [(3, 0), (2, 0)]
+
+
+def test_a_model_that_cannot_be_bound_leaves_the_engine_to_others(manager):
+    manager.provide(JOB)
+    inputs = random_inputs(ARCH, SHAPE)
+    args = [inputs[n] for n in ("x", "timesteps", "context")]
+    weights = random_weights(ARCH)
+    exact = TorchUNet(ARCH, weights)
+    broken = RoutedUNet(ARCH, {"only": torch.zeros(1)}, exact, pool=manager.pool)
+    assert torch.equal(broken(*args), exact(*args))
+    assert broken.counters.totals == (0, 1)
+    good = RoutedUNet(ARCH, weights, exact, pool=manager.pool)
+    good(*args)
+    assert good.counters.totals == (1, 0)
+
+
+def test_calls_from_many_threads(manager):
+    manager.provide(JOB)
+    inputs = random_inputs(ARCH, SHAPE)
+    args = [inputs[n] for n in ("x", "timesteps", "context")]
+    weights = random_weights(ARCH)
+    expected = TorchUNet(ARCH, weights)(*args)
+    unet = RoutedUNet(ARCH, weights, lambda *a: None, pool=manager.pool)
+    wrong = []
+
+    def work():
+        for _ in range(5):
+            if relative_l2(unet(*args), expected) > 1e-5:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert unet.counters.totals == (20, 0)
