@@ -1,6 +1,7 @@
 """ComfyUI's entry point; inert everywhere else.
 
-ComfyUI imports this file under the folder's path, so every import here is relative.
+ComfyUI imports this file under the folder's path, so every import here is relative. The frontend's
+scripts are named in pyproject.toml: under WEB_DIRECTORY, a space in the folder's name hides them.
 """
 
 import importlib.util

@@ -1,0 +1,135 @@
+// Engine Room in ComfyUI's frontend: reports on the nodes, and a sidebar with the engines.
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+
+const REPORTING = new Set(["EngineRoomBuild", "EngineRoomExport", "EngineRoomCompare"]);
+const REFRESH_MS = 2000;
+
+function showReport(node, text) {
+  let widget = node.widgets?.find((item) => item.name === "engine_room_report");
+  if (!widget) {
+    const box = document.createElement("textarea");
+    box.readOnly = true;
+    box.setAttribute("aria-label", "Report");
+    box.className = "comfy-multiline-input";
+    widget = node.addDOMWidget("engine_room_report", "text", box, { serialize: false });
+  }
+  widget.element.value = text;
+  node.setDirtyCanvas?.(true, true);
+}
+
+function element(kind, text, parent) {
+  const made = document.createElement(kind);
+  made.textContent = text ?? "";
+  parent?.append(made);
+  return made;
+}
+
+async function post(path, body) {
+  const answer = await api.fetchApi(`/engine_room/${path}`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body ?? {}),
+  });
+  return answer.json();
+}
+
+class Panel {
+  constructor(root) {
+    this.root = root;
+    root.style.cssText = "padding:10px;overflow:auto;height:100%;font-size:13px";
+    root.id = "engine-room-panel";
+    this.body = element("div", "", root);
+    this.note = element("p", "", root);
+    this.note.setAttribute("role", "status");
+    this.refresh();
+    this.timer = setInterval(() => this.tick(), REFRESH_MS);
+  }
+
+  tick() {
+    if (!this.root.isConnected) {
+      clearInterval(this.timer);
+    } else {
+      this.refresh();
+    }
+  }
+
+  async refresh() {
+    try {
+      const answer = await api.fetchApi("/engine_room/status");
+      this.show(await answer.json());
+    } catch (error) {
+      this.note.textContent = `Engine Room does not answer: ${error.message}`;
+    }
+  }
+
+  show(status) {
+    const view = document.createElement("div");
+    element("h3", "Engine Room", view);
+    const total = status.served + status.host;
+    element("p", `${status.gpu}; engines served ${status.served} of ${total} UNet calls.`, view);
+    if (status.unable) {
+      element("p", status.unable, view).style.fontWeight = "bold";
+    }
+    this.list(view, "By the host", status.reasons.map((r) => `${r.count}: ${r.text}`));
+    this.list(view, "Being made ready", status.wanted);
+    this.list(view, "Failed", Object.entries(status.failed).map(([id, why]) => `${id}: ${why}`));
+    if (status.wanted.length) {
+      this.button(view, "Cancel builds", () => post("cancel"));
+    }
+    element("h4", `Engines (${status.engines.length})`, view);
+    for (const engine of status.engines) {
+      const row = element("div", "", view);
+      row.style.cssText = "border-top:1px solid currentColor;padding:6px 0";
+      element("div", engine.label || engine.id, row).style.fontWeight = "bold";
+      const size = `${(engine.bytes / 1e6).toFixed(1)} MB`;
+      element("div", `${engine.text}, ${size}${engine.loaded ? ", in memory" : ""}`, row);
+      this.button(row, "Delete", () => post("remove", { id: engine.id }), engine.label);
+    }
+    this.body.replaceChildren(view);
+  }
+
+  list(view, title, lines) {
+    if (lines.length) {
+      element("h4", title, view);
+      const items = element("ul", "", view);
+      lines.forEach((line) => element("li", line, items));
+    }
+  }
+
+  button(parent, text, action, label) {
+    const made = element("button", text, parent);
+    made.setAttribute("aria-label", label ? `${text} ${label}` : text);
+    made.onclick = async () => {
+      const answer = await action();
+      this.note.textContent = answer.error ? answer.error.message : "";
+      await this.refresh();
+    };
+  }
+}
+
+app.registerExtension({
+  name: "EngineRoom",
+  beforeRegisterNodeDef(nodeType, nodeData) {
+    if (!REPORTING.has(nodeData.name)) {
+      return;
+    }
+    const before = nodeType.prototype.onExecuted;
+    nodeType.prototype.onExecuted = function (message) {
+      before?.apply(this, arguments);
+      if (message?.text) {
+        showReport(this, message.text.join("\n"));
+      }
+    };
+  },
+  setup() {
+    app.extensionManager?.registerSidebarTab?.({
+      id: "engine-room",
+      icon: "pi pi-bolt",
+      title: "Engines",
+      tooltip: "TensorRT engines of Engine Room",
+      type: "custom",
+      render: (root) => new Panel(root),
+    });
+  },
+});
