@@ -16,6 +16,7 @@ from .errors import EngineRoomError
 from .library import Library
 from .live import LiveWeights, live_architecture
 from .log import logger
+from .machine import backend_versions
 from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .routed import RoutedUNet
@@ -92,6 +93,7 @@ class Room:
 
     Attributes:
         events: the last thing that happened to each wanted engine, by stem.
+        installing, installed: how far an installation is, and how the last one ended.
     """
 
     def __init__(self, folder: Path, settings: TierSettings | None = None) -> None:
@@ -100,6 +102,7 @@ class Room:
         self.pool = EnginePool()
         self.counters = Counters()
         self.events: dict[str, Event] = {}
+        self.installing = self.installed = ""
         self.tiers = TierManager(self.library, self.pool, settings, on_event=self._note)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
             weakref.WeakKeyDictionary()
@@ -118,6 +121,29 @@ class Room:
         """Every model that is alive."""
         with self._lock:
             return list(self._models.values())
+
+    def install(self, backend: str, cuda: str | None) -> None:
+        """Fill the private folder in the background; ``installing`` tells how it goes."""
+        folder = packages.root()
+        if self.installing or folder is None:
+            return
+        self.installing = f"Installing {backend} ..."
+
+        def work() -> None:
+            try:
+                packages.install(backend, folder, cuda=cuda, say=self._say)
+                backend_versions.cache_clear()
+                self.tiers.retry()
+                self.installed = f"{backend} is installed."
+            except EngineRoomError as error:
+                self.installed = str(error)
+            finally:
+                self.installing = ""
+
+        threading.Thread(target=work, name="engine-room-install", daemon=True).start()
+
+    def _say(self, text: str) -> None:
+        self.installing = text
 
     def _note(self, event: Event) -> None:
         self.events[event.stem] = event

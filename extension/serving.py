@@ -17,6 +17,7 @@ from .building import BuildRequest, build_engine
 from .engine import get_backend
 from .engine.interface import Engine
 from .errors import SettingError
+from .kernel_cache import KernelCache
 from .key import EngineKey
 from .library import Entry, Library, Machine, State
 from .machine import RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
@@ -137,9 +138,13 @@ def build_baked(
 
 
 def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
-    """Load an engine's verified bytes on the target's device."""
+    """Load an engine's verified bytes on the target's device, with the kernels of past starts."""
     backend = get_backend(entry.key.backend)
-    return backend.load(library.read_engine(entry.stem), device=target.device)
+    kernels = KernelCache(library.folder, target.machine.gpu, entry.key.backend_version)
+    data = library.read_engine(entry.stem)
+    engine = backend.load(data, device=target.device, cache=kernels.read())
+    kernels.write(engine.kernel_cache())
+    return engine
 
 
 def verify(

@@ -21,6 +21,8 @@ def status(room: Room, device: str) -> dict[str, Any]:
         "gpu": machine.gpu,
         "backends": dict(machine.backends),
         "unable": room.tiers.unable,
+        "installing": room.installing,
+        "installed": room.installed,
         "served": counts["served"],
         "host": counts["host"],
         "reasons": counts["reasons"],

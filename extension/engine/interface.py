@@ -85,6 +85,9 @@ class Engine(Protocol):
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one call; returns ``out``, valid until the next call."""
 
+    def kernel_cache(self) -> bytes:
+        """Kernels that were compiled for this device, for ``load`` in a later process."""
+
     def close(self) -> None:
         """Release everything; may be called twice."""
 
@@ -102,5 +105,9 @@ class Backend(Protocol):
     ) -> BuildResult:
         """Compile the ONNX file ``model`` into ``out`` (worker process, torch-free)."""
 
-    def load(self, data: bytes, *, device: str) -> Engine:
-        """Load an engine from verified bytes on a torch device such as ``cpu`` or ``cuda:0``."""
+    def load(self, data: bytes, *, device: str, cache: bytes = b"") -> Engine:
+        """Load an engine from verified bytes on a torch device such as ``cpu`` or ``cuda:0``.
+
+        Args:
+            cache: what ``kernel_cache`` of an engine on this kind of device returned.
+        """

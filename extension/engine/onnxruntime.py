@@ -51,7 +51,7 @@ class OnnxRuntimeBackend:
         atomic_write(out, data)
         return BuildResult(activation_bytes=0, details={"nodes": len(graph.graph.node)})
 
-    def load(self, data: bytes, *, device: str) -> Engine:
+    def load(self, data: bytes, *, device: str, cache: bytes = b"") -> Engine:
         """Load verified bytes; ``device`` must be ``cpu``."""
         if device != "cpu":
             raise EngineError(f"The onnxruntime backend runs on the CPU, not on '{device}'.")
@@ -90,6 +90,10 @@ class OnnxRuntimeEngine:
         feeds = {name: _ort_value(_as(inputs[name], self.inputs[name])) for name in self.inputs}
         result = self._session.run_with_ort_values(["out"], {**feeds, **self._bound})[0]
         return torch.from_numpy(result.numpy())
+
+    def kernel_cache(self) -> bytes:
+        """Nothing is compiled for a CPU."""
+        return b""
 
     def close(self) -> None:
         """Release the session; may be called twice."""

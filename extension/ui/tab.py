@@ -49,6 +49,10 @@ class Tab:
                 chosen = gr.Dropdown([], label="Engine", elem_id="engine_room_chosen")
                 delete = gr.Button("Delete engine", elem_id="engine_room_delete")
                 refresh = gr.Button("Refresh", elem_id="engine_room_refresh")
+            install = gr.Button(
+                "Install TensorRT-RTX into the extension's private folder (up to 1 GB)",
+                elem_id="engine_room_install",
+            )
             report = gr.Textbox(label="Everything a bug report needs", lines=4)
             doctor = gr.Button("Make a report", elem_id="engine_room_doctor")
             shown = [headline, engines, chosen]
@@ -58,6 +62,7 @@ class Tab:
             delete.click(self.delete, chosen, [progress, *shown])
             refresh.click(self.refresh, None, shown)
             doctor.click(self.report, None, report)
+            install.click(self.run_install, None, progress)
             blocks.load(self.refresh, None, shown)
         return blocks
 
@@ -147,6 +152,17 @@ class Tab:
             yield facts.progress_html(latest[-1] if latest else None, "Export")
             time.sleep(POLL_SECONDS)
         yield facts.progress_html(None, outcome[0])
+
+    def run_install(self) -> Iterator[str]:
+        """Download what is missing; the host's own packages are not touched."""
+        import torch
+
+        room = self.host.room()
+        room.install("tensorrt_rtx", torch.version.cuda)
+        while room.installing:
+            yield facts.progress_html(None, room.installing)
+            time.sleep(POLL_SECONDS)
+        yield facts.progress_html(None, room.installed)
 
     def delete(self, stem: str | None) -> list[Any]:
         """Delete the chosen engine."""

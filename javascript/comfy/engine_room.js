@@ -68,8 +68,14 @@ class Panel {
     element("h3", "Engine Room", view);
     const total = status.served + status.host;
     element("p", `${status.gpu}; engines served ${status.served} of ${total} UNet calls.`, view);
-    if (status.unable) {
-      element("p", status.unable, view).style.fontWeight = "bold";
+    for (const text of [status.unable, status.installing || status.installed]) {
+      if (text) {
+        element("p", text, view).style.fontWeight = "bold";
+      }
+    }
+    const missing = !Object.keys(status.backends).some((name) => name.startsWith("tensorrt"));
+    if (missing && status.gpu !== "CPU" && !status.installing) {
+      this.button(view, "Install TensorRT-RTX (up to 1 GB)", () => post("install"));
     }
     this.list(view, "By the host", status.reasons.map((r) => `${r.count}: ${r.text}`));
     this.list(view, "Being made ready", status.wanted);

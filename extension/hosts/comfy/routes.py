@@ -24,6 +24,7 @@ def register() -> None:
     routes.post(f"{BASE}/remove")(remove)
     routes.post(f"{BASE}/retry")(retry)
     routes.post(f"{BASE}/cancel")(cancel)
+    routes.post(f"{BASE}/install")(install)
 
 
 async def show(request: Any) -> Any:
@@ -76,6 +77,16 @@ async def cancel(request: Any) -> Any:
 
     room().tiers.cancel()
     return web.json_response({})
+
+
+async def install(request: Any) -> Any:
+    """Fill the private folder with TensorRT-RTX; the host's packages are not touched."""
+    import torch
+
+    from .routing import room
+
+    room().install("tensorrt_rtx", torch.version.cuda)
+    return web.json_response({"installing": room().installing})
 
 
 def _refuse(error: EngineRoomError, code: int) -> Any:

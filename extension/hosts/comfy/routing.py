@@ -131,6 +131,7 @@ def route(model: Any, *, policy: str) -> Any:
     routing = Routing(routed, policy=policy)
     routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
     routed.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, routing.begin)
+    routed.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, unloaded)
     return routed
 
 
@@ -138,8 +139,15 @@ def unroute(model: Any) -> Any:
     """A clone of ``model`` without this routing."""
     plain = model.clone()
     plain.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
-    plain.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_DETACH):
+        plain.remove_callbacks_with_key(kind, KEY)
     return plain
+
+
+def unloaded(patcher: Any, unpatch_all: bool = True) -> None:
+    """The host takes a model out of memory: copies of its weights go too."""
+    if unpatch_all:
+        room().pool.release_weights()
 
 
 def served_model(model: Any) -> ServedModel:
