@@ -39,8 +39,29 @@ class _Staged:
     epoch: Hashable
 
 
+class _Seen:
+    """What a weight was at the last refresh: enough to tell that nothing changed."""
+
+    __slots__ = ("dtype", "epoch", "pointer", "ref", "stride")
+
+    def __init__(self, tensor: Tensor, epoch: Hashable) -> None:
+        self.ref = weakref.ref(tensor)
+        self.pointer, self.dtype, self.stride = tensor.data_ptr(), tensor.dtype, tensor.stride()
+        self.epoch = epoch
+
+    def same(self, tensor: Tensor | None) -> bool:
+        return (
+            tensor is not None
+            and self.ref() is tensor
+            and self.pointer == tensor.data_ptr()
+            and self.dtype is tensor.dtype
+            and self.stride == tensor.stride()
+        )
+
+
 @dataclass
 class _State:
+    seen: dict[str, _Seen] = field(default_factory=dict)
     staged: dict[str, _Staged] = field(default_factory=dict)
     staged_bytes: int = 0
     pointers: dict[str, int] = field(default_factory=dict)
@@ -109,20 +130,27 @@ class Binding:
                 the engine is then unbound and must not run.
         """
         changed: dict[str, Tensor] = {}
-        staged = 0
+        seen: dict[str, _Seen] = {}
         for name, spec in self.engine.weights.items():
-            tensor = _pick(weights, name, spec)
-            if fits(tensor, spec, self.device):
+            known = self._state.seen.get(name)
+            source = weights.get(name)
+            is_copied = name in self._state.staged
+            if known and known.same(source) and (not is_copied or known.epoch == epoch):
+                continue
+            source = _pick(source, name, spec)
+            tensor = source
+            if fits(source, spec, self.device):
                 self._state.drop(name)
             else:
-                tensor = self._stage(name, tensor, spec, epoch)
-                staged += 1
-            pointer = tensor.data_ptr()
-            if self._state.pointers.get(name) != pointer:
+                tensor = self._stage(name, source, spec, epoch)
+            seen[name] = _Seen(source, epoch)
+            if self._state.pointers.get(name) != tensor.data_ptr():
                 changed[name] = tensor
         if changed:
             self.engine.bind(changed)
             self._state.pointers.update({n: t.data_ptr() for n, t in changed.items()})
+        self._state.seen.update(seen)
+        staged = len(self._state.staged)
         return BindingReport(
             bound=len(self.engine.weights) - staged,
             staged=staged,
@@ -147,7 +175,8 @@ class Binding:
                 return held.copy
         else:
             self._check_budget(name, spec)
-        with torch.no_grad():
+        # Hosts switch inference mode on, and a copy made in it could not be changed outside.
+        with torch.inference_mode(False), torch.no_grad():
             copy = stage(tensor.detach(), spec, self.device, held.copy if held else None)
         self._state.hold(name, _Staged(copy, weakref.ref(tensor), tensor.data_ptr(), epoch))
         return copy
@@ -164,8 +193,7 @@ class Binding:
             )
 
 
-def _pick(weights: Mapping[str, Tensor], name: str, spec: TensorSpec) -> Tensor:
-    tensor = weights.get(name)
+def _pick(tensor: Tensor | None, name: str, spec: TensorSpec) -> Tensor:
     if tensor is None:
         raise EngineError(f"The model has no weight '{name}', which the engine needs.")
     if tuple(tensor.shape) != spec.shape:

@@ -142,7 +142,9 @@ def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
     backend = get_backend(entry.key.backend)
     kernels = KernelCache(library.folder, target.machine.gpu, entry.key.backend_version)
     data = library.read_engine(entry.stem)
-    engine = backend.load(data, device=target.device, cache=kernels.read())
+    # Hosts switch inference mode on, and buffers made in it could not be written outside.
+    with torch.inference_mode(False):
+        engine = backend.load(data, device=target.device, cache=kernels.read())
     kernels.write(engine.kernel_cache())
     return engine
 

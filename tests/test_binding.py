@@ -137,3 +137,21 @@ def test_host_tensors_are_not_kept_alive():
     assert binding.staged_bytes == 16
     binding.release()
     assert binding.staged_bytes == 0
+
+
+def test_copies_made_in_inference_mode_can_be_changed_outside_of_it():
+    """Hosts differ, and switch it on and off: every order of modes works."""
+    held = {}
+
+    class Reading(RecordingEngine):
+        def bind(self, weights):
+            super().bind(weights)
+            held.update(weights)
+
+    binding = Binding(Reading(a=spec(4, 3)), CPU)
+    source = torch.randn(4, 3).double()
+    for epoch, inference in enumerate((True, False, True, False)):
+        with torch.inference_mode(inference):
+            source = source + 1
+            binding.refresh({"a": source}, epoch)
+        assert torch.equal(held["a"].double(), source.float().double())
