@@ -117,10 +117,13 @@ class LiveWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def problem(self) -> str | None:
+    def problem(self, device: torch.device | None = None) -> str | None:
         """Why no engine may read these weights now, in words that name the layer; None if one may.
 
         Every parameter must be there, plain, and the only thing its layer computes with.
+
+        Args:
+            device: of the call; a model that is only partly there is short of memory already.
         """
         unet = self._unet()
         if unet is None:
@@ -129,6 +132,10 @@ class LiveWeights(Mapping[str, Tensor]):
             found = module_problem(module)
             if found:
                 return f"{found} in '{name or 'the UNet'}'"
+        if device is not None:
+            away = next((n for n, p in unet.named_parameters() if p.device != device), None)
+            if away:
+                return f"'{away}' is not on {device}: the host is saving memory"
         live = {name for name, _ in unet.named_parameters()}
         missing = next((name for name in self._names if name not in live), None)
         if missing:

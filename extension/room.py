@@ -56,7 +56,7 @@ class ServedModel:
             on_miss=self._miss,
         )
 
-    def serve(self, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
+    def serve(self, x: Tensor, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
         """One call (x, timesteps, context, y, control); None where the host must serve.
 
         Args:
@@ -66,12 +66,12 @@ class ServedModel:
             return None
         if epoch != self._checked:
             self.weights.refresh()
-            self._problem, self._checked = self.weights.problem(), epoch
+            self._problem, self._checked = self.weights.problem(x.device), epoch
         if self._problem:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
         self.routed.set_weights(self.weights, epoch=epoch)
-        return self.routed.serve(*args, features=features)
+        return self.routed.serve(x, *args, features=features)
 
     def _miss(self, call: Call, answer: Host) -> bool:
         assert self.arch is not None

@@ -156,6 +156,14 @@ def test_what_changes_a_layer_forbids_engines_and_is_named(ldm, weights, name):
     assert weights.problem() is None
 
 
+def test_a_model_that_is_partly_elsewhere_is_the_hosts(ldm, weights):
+    """Low-VRAM modes: copies of the weights would take the memory that is being saved."""
+    assert weights.problem(torch.device("cpu")) is None
+    problem = weights.problem(torch.device("cuda:0"))
+    assert "time_embed.0.weight" in problem
+    assert "saving memory" in problem
+
+
 def test_a_forward_of_our_own_is_no_trap(ldm, weights):
     def forward(x):
         return x
