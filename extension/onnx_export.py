@@ -74,12 +74,7 @@ def export_pair(
     kind = NAMES[TORCH_DTYPES[dtype]]
     entries = [Entry(UNET_PREFIX + name, kind, s) for name, s in shapes.items()]
     total = sum(entry.nbytes for entry in entries)
-    timeline = Timeline(
-        [
-            Phase(name="writing the weights", seconds=total / BYTES_PER_SECOND),
-            Phase(name="writing the graph", seconds=2.0),
-        ]
-    )
+    timeline = _timeline(total)
     facts = {METADATA_PREFIX + key: text for key, text in (origin or {}).items()}
     facts[METADATA_PREFIX + "architecture"] = arch.id
     digest = Fingerprinter()
@@ -105,6 +100,15 @@ def export_pair(
     result = run_job(job, cancel=cancel, setup=setup)
     on_progress(timeline.done())
     return ExportResult(folder=folder, fingerprint=fingerprint, nbytes=total + result["bytes"])
+
+
+def _timeline(nbytes: int) -> Timeline:
+    return Timeline(
+        [
+            Phase(name="writing the weights", seconds=nbytes / BYTES_PER_SECOND),
+            Phase(name="writing the graph", seconds=2.0),
+        ]
+    )
 
 
 def _stream(

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .ops_shapes import skip_shapes
+from .room import ServedModel
 from .shapes import Shape
 from .unet import Control
 
+ControlLists = Mapping[str, Sequence["Tensor | None"]]
+# x, timesteps, context, y, control, transformer_options
+PatchedCall = tuple[
+    Tensor, Tensor, Tensor, "Tensor | None", "ControlLists | None", Mapping[str, Any]
+]
 CONTROL_PARTS = {"input", "middle", "output"}
 # Entries of transformer_options that change what the network computes, where they are not empty.
 ACTIVE_OPTIONS = {
@@ -22,6 +28,22 @@ ACTIVE_OPTIONS = {
     "block_inner_modifiers": "block modifiers",
     "group_norm_wrapper": "a group norm wrapper",
 }
+
+
+def describe(
+    served: ServedModel, call: PatchedCall, extra: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], list[str]]:
+    """A network's call as ``ServedModel.serve`` takes it: arguments, and active features."""
+    assert served.arch is not None
+    x, timesteps, context, y, control, options = call
+    features = active_features(options, extra, control)
+    shape = served.routed.describe(x, context, control is not None).shape
+    residuals, problem = read_control(control, served.arch, shape)
+    if problem:
+        features.append(problem)
+    if (y is not None) != bool(served.arch.adm_channels):
+        features.append("the input 'y'")
+    return (x, timesteps.float(), context, y, residuals), features
 
 
 def active_features(

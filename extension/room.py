@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import packages
 from .architecture import Architecture
-from .errors import EngineRoomError
+from .errors import CancelledError, EngineRoomError
 from .library import Library
 from .live import LiveWeights, live_architecture
 from .log import logger
@@ -152,6 +152,21 @@ class Room:
         """Release every engine and stop building."""
         self.tiers.cancel()
         self.pool.close()
+
+
+def attempt(serve: Callable[[], Tensor | None]) -> Tensor | None:
+    """Result of ``serve``; None, with a log entry, where it fails: the host then serves.
+
+    Raises:
+        CancelledError: the user cancelled a build that the call was waiting for.
+    """
+    try:
+        return serve()
+    except CancelledError:
+        raise
+    except Exception:
+        logger.exception("A call went to the host: Engine Room failed.")
+        return None
 
 
 def _no_host(*args: Any) -> Tensor:

@@ -13,10 +13,9 @@ import folder_paths
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
-from ...log import logger
-from ...patcher_calls import active_features, read_control
+from ...patcher_calls import PatchedCall, describe
 from ...progress import CancelToken, Progress
-from ...room import Room, ServedModel
+from ...room import Room, ServedModel, attempt
 
 KEY = "engine_room"
 _rooms: list[Room] = []
@@ -76,35 +75,19 @@ class Routing:
     ) -> Any:
         """One call of the network: from an engine, or from the network itself."""
         options = {} if transformer_options is None else transformer_options
+        call = (x, timesteps, context, y, control, options)
         try:
-            out = self._serve(executor.class_obj, x, timesteps, context, y, control, options, extra)
+            out = attempt(lambda: self._serve(executor.class_obj, call, extra))
         except CancelledError:
             comfy.model_management.throw_exception_if_processing_interrupted()
             out = None
-        except Exception:
-            logger.exception("A call went to the host: Engine Room failed.")
-            out = None
-        if out is not None:
-            return out
-        return executor(x, timesteps, context, y, control, options, **extra)
+        return executor(*call, **extra) if out is None else out
 
-    def _serve(
-        self, unet: Any, x: Any, timesteps: Any, context: Any, y: Any, control: Any,
-        options: Any, extra: Any,
-    ) -> Any:  # fmt: skip
+    def _serve(self, unet: Any, call: PatchedCall, extra: dict[str, Any]) -> Any:
         served = room().model(unet)
-        if served.arch is None or context is None:
+        if served.arch is None or call[2] is None:
             return None
-        features = active_features(options, extra, control)
-        shape = served.routed.describe(x, context, control is not None).shape
-        residuals, problem = read_control(control, served.arch, shape)
-        if problem:
-            features.append(problem)
-        if (y is not None) != bool(served.arch.adm_channels):
-            features.append("the input 'y'")
-        return self._ask(served, (x, timesteps, context, y, residuals), features)
-
-    def _ask(self, served: ServedModel, args: Any, features: list[str]) -> Any:
+        args, features = describe(served, call, extra)
         progress = WaitProgress()
         served.policy, served.on_progress, served.cancel = self.policy, progress, progress.cancel
         epoch = (id(self), weights_epoch(self._base(), self.run))

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from modules import devices, sd_hijack, sd_unet, shared
 
-from ...errors import CancelledError
-from ...log import logger
 from . import room, settings
 
 PATCHED = (
@@ -76,13 +74,7 @@ class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
     def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
         """One UNet call; never fails where the host's own would not."""
         unet = shared.sd_model.model.diffusion_model
-        try:
-            out = _serve(unet, x, timesteps, context, args, kwargs)
-        except CancelledError:
-            out = None
-        except Exception:
-            logger.exception("A call went to the host: Engine Room failed.")
-            out = None
+        out = room.attempt_job(lambda: _serve(unet, x, timesteps, context, args, kwargs))
         if out is not None:
             return out
         return original_forward(unet)(unet, x, timesteps, context, *args, **kwargs)

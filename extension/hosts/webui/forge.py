@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ...errors import CancelledError
 from ...live import OURS
-from ...log import logger
-from ...patcher_calls import active_features, read_control
+from ...patcher_calls import PatchedCall, describe
 from . import room, settings
 
 _run = [0]
@@ -70,13 +68,8 @@ def _routed_forward(network: Any, epoch: Hashable) -> Any:
         **extra: Any,
     ) -> Any:
         options = {} if transformer_options is None else transformer_options
-        try:
-            out = _serve(network, x, timesteps, context, y, control, options, extra, epoch)
-        except CancelledError:
-            out = None
-        except Exception:
-            logger.exception("A call went to the host: Engine Room failed.")
-            out = None
+        call = (x, timesteps, context, y, control, options)
+        out = room.attempt_job(lambda: _serve(network, call, extra, epoch))
         if out is not None:
             return out
         return original(
@@ -93,20 +86,9 @@ def _routed_forward(network: Any, epoch: Hashable) -> Any:
     return forward
 
 
-def _serve(
-    network: Any, x: Any, timesteps: Any, context: Any, y: Any, control: Any, options: Any,
-    extra: Any, epoch: Hashable,
-) -> Any:  # fmt: skip
+def _serve(network: Any, call: PatchedCall, extra: dict[str, Any], epoch: Hashable) -> Any:
     served = room.room().model(network)
-    if served.arch is None or context is None:
+    if served.arch is None or call[2] is None:
         return None
-    features = active_features(options, extra, control)
-    shape = served.routed.describe(x, context, control is not None).shape
-    residuals, problem = read_control(control, served.arch, shape)
-    if problem:
-        features.append(problem)
-    if (y is not None) != bool(served.arch.adm_channels):
-        features.append("the input 'y'")
-    return room.serve(
-        served, (x, timesteps.float(), context, y, residuals), epoch=epoch, features=features
-    )
+    args, features = describe(served, call, extra)
+    return room.serve(served, args, epoch=epoch, features=features)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from modules import paths, shared
 
+from ...errors import CancelledError
 from ...progress import CancelToken, Progress
-from ...room import Room, ServedModel
+from ...room import Room, ServedModel, attempt
 from . import settings
 
 _rooms: list[Room] = []
@@ -35,6 +36,14 @@ def unloaded() -> None:
     if _rooms:
         _rooms[0].tiers.cancel()
         _rooms[0].tiers.retry()
+
+
+def attempt_job(serve: Callable[[], Any]) -> Any:
+    """Result of ``serve``; None where it fails or the job's build was cancelled."""
+    try:
+        return attempt(serve)
+    except CancelledError:
+        return None
 
 
 class JobProgress:
