@@ -139,8 +139,7 @@ def test_install_py_changes_nothing_and_never_fails(installed, tmp_path, argumen
             )
             assert out.returncode == 0
             assert out.stderr == ""
-    assert "-S" in flags
-    assert "Nothing was installed" in out.stdout
+    assert bool(out.stdout) == bool(arguments)
 
 
 def test_one_module_with_hosts_requirements_only():

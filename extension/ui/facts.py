@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..errors import EngineRoomError, SettingError
+from ..memory import hwc8_bytes
 from ..progress import CancelToken, Progress
 from ..room import Room
 from ..shapes import Shape, tokens_for_chunks
@@ -90,10 +91,11 @@ def estimate(host: UiHost, shape: Shape) -> str:
     key = tiers.key(job)
     if host.room().library.find(key) is not None:
         return f"The engine for {shape.label} is there already."
-    copies = "hwc8" if key.conv3x3_format == "hwc8" else ""
     seconds = tiers.expected_seconds(job)
     text = f"{shape.label}: about {seconds:.0f} s to build, {BYTES_PER_ENGINE / 1e6:.0f} MB on disk"
-    return text + (", and copies of the 3x3 weights in VRAM" if copies else "") + "."
+    if key.conv3x3_format == "hwc8":
+        text += f", {hwc8_bytes(job.arch) / 1e6:.0f} MB of VRAM for copies of weights"
+    return f"{text}."
 
 
 def progress_html(progress: Progress | None, label: str) -> str:

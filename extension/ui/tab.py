@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -130,8 +131,6 @@ class Tab:
 
     def run_export(self, name: str) -> Iterator[str]:
         """Export the loaded model with its LoRAs."""
-        import threading
-
         self._export = cancel = CancelToken()
         latest: list[Progress] = []
         outcome: list[str] = []

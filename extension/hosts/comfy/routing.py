@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ from ...progress import CancelToken, Progress
 from ...room import Room, ServedModel, attempt
 
 KEY = "engine_room"
-_rooms: list[Room] = []
 
 
+@lru_cache(maxsize=1)
 def room() -> Room:
     """This process's room, over ``models/engine-room``."""
-    if not _rooms:
-        _rooms.append(Room(Path(folder_paths.models_dir) / "engine-room"))
-    return _rooms[0]
+    return Room(Path(folder_paths.models_dir) / "engine-room")
 
 
 class WaitProgress:

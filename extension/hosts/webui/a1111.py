@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -40,6 +41,7 @@ class EngineOption(sd_unet.SdUnetOption):  # type: ignore[misc]
 
 
 OPTION = EngineOption()
+_runs = itertools.count(1)
 
 
 def list_options(found: list[Any]) -> None:
@@ -66,6 +68,8 @@ def original_forward(unet: Any) -> Any:
 class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
     """Takes the host's UNet calls and serves each from an engine or from the host's forward."""
 
+    run = 0
+
     def activate(self) -> None:
         """Bring the UNet back: the host moved it to the CPU, but engines read its weights."""
         if not shared.sd_model.lowvram:
@@ -82,7 +86,7 @@ class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
 
 def _serve(unet: Any, x: Any, timesteps: Any, context: Any, args: Any, kwargs: Any) -> Any:
     served = room.room().model(unet, resize="after")
-    if served.arch is None:
+    if served.arch is None or settings.policy() == "off":
         return None
     y = kwargs.get("y", args[0] if args else None)
     features = active_features()
@@ -91,17 +95,14 @@ def _serve(unet: Any, x: Any, timesteps: Any, context: Any, args: Any, kwargs: A
         features.append("additional inputs")
     if not features:
         apply_loras(unet)
-    epoch = (id(shared.sd_model), wanted_loras(), _run[0])
+    epoch = (id(shared.sd_model), wanted_loras(), EngineUnet.run)
     call = (x, timesteps.float(), context, y, None)
     return room.serve(served, call, epoch=epoch, features=features)
 
 
-_run = [0]
-
-
 def begin() -> None:
     """A sampling run begins: other extensions may have changed the model since the last."""
-    _run[0] += 1
+    EngineUnet.run = next(_runs)
 
 
 def active_features() -> list[str]:

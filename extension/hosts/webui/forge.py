@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -9,19 +10,18 @@ from ...live import OURS
 from ...patcher_calls import PatchedCall, describe
 from . import room, settings
 
-_run = [0]
+_runs = itertools.count()
 
 
 def attach(p: Any) -> None:
     """Route the UNet of this sampling run; called when its LoRAs are known."""
     if settings.policy() == "off":
         return
-    _run[0] += 1
     unet = p.sd_model.forge_objects.unet.clone()
     before = unet.model_options.get("model_function_wrapper")
     if isinstance(before, Wrapper):
         before = before.before
-    identity = (id(p.sd_model), str(getattr(p.sd_model, "current_lora_hash", "")), _run[0])
+    identity = (id(p.sd_model), str(getattr(p.sd_model, "current_lora_hash", "")), next(_runs))
     unet.set_model_unet_function_wrapper(Wrapper(before, identity))
     p.sd_model.forge_objects.unet = unet
 

@@ -15,8 +15,6 @@ from ...progress import CancelToken, Progress
 from ...room import Room, ServedModel, attempt
 from . import settings
 
-_rooms: list[Room] = []
-
 
 @lru_cache(maxsize=1)
 def is_forge() -> bool:
@@ -24,18 +22,17 @@ def is_forge() -> bool:
     return importlib.util.find_spec("modules_forge") is not None
 
 
+@lru_cache(maxsize=1)
 def room() -> Room:
     """This process's room, over ``models/engine-room``."""
-    if not _rooms:
-        _rooms.append(Room(Path(paths.models_path) / "engine-room"))
-    return _rooms[0]
+    return Room(Path(paths.models_path) / "engine-room")
 
 
 def unloaded() -> None:
     """The host reloads its scripts: stop building; engines stay, since the core does."""
-    if _rooms:
-        _rooms[0].tiers.cancel()
-        _rooms[0].tiers.retry()
+    if room.cache_info().currsize:
+        room().tiers.cancel()
+        room().tiers.retry()
 
 
 def attempt_job(serve: Callable[[], Any]) -> Any:
