@@ -136,8 +136,9 @@ def _pickle_error(path: Path, error: Exception) -> BadFileError:
             f"'{path.name}' holds Python code beside weights, which is never run.",
             hint="Convert it to .safetensors with a tool that you trust.",
         )
+    reason = (str(error) or type(error).__name__).splitlines()[0]
     return BadFileError(
-        f"'{path.name}' is damaged or no checkpoint: {str(error).splitlines()[0][:120]}",
+        f"'{path.name}' is damaged or no checkpoint: {reason[:120]}",
         hint="Download or copy the file again.",
     )
 
