@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from extension.model_layout import TEXT, VAE, text_shapes, vae_shapes
+from extension.picture import to_image
 from extension.synthetic import random_tensor
 from extension.synthetic_lora import make_lora
 from tests.support_comfyui import ROOT, SMALL_SD15, free_port, link_packages
@@ -202,7 +205,8 @@ class WebuiServer:
                   "override_settings_restore_afterwards": True, **job}  # fmt: skip
         if self.name == "forge" and "enable_hr" in job:
             fields["hr_additional_modules"] = ["Use same choices"]  # its API fails without
-        answer = self.post("/sdapi/v1/txt2img", fields)
+        kind = "img2img" if "init_images" in job else "txt2img"
+        answer = self.post(f"/sdapi/v1/{kind}", fields)
         infotext = json.loads(answer["info"])["infotexts"][-1]
         # Not mapped: the next job writes the same file.
         return load((self.base / "latents.safetensors").read_bytes())["samples"], infotext
@@ -244,6 +248,20 @@ def write_models(base: Path) -> None:
     for i, kind in enumerate(("lora", "loha")):
         make_lora(base / f"models/Lora/{kind}.safetensors", architecture=SMALL_SD15, kind=kind,
                   seed=i)  # fmt: skip
+
+
+def picture(*, mask: bool = False) -> str:
+    """A base64 PNG of 64 x 64 pixels: a gradient, or a mask over its right half."""
+    ramp = torch.linspace(0, 1, 64)
+    columns = (ramp > 0.5).float() if mask else ramp
+    channels = (
+        [columns.expand(64, 64)] * 3
+        if mask
+        else [columns.expand(64, 64), columns.expand(64, 64).T, torch.full((64, 64), 0.5)]
+    )
+    buffer = io.BytesIO()
+    to_image(torch.stack(channels)).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

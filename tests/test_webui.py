@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support_hosts import find_host
-from tests.support_webui import WebuiServer, distance, write_models
+from tests.support_webui import WebuiServer, distance, picture, write_models
 
 HOSTS = ("a1111", "forge", "reforge", "classic")
 # fp32 on both sides: sums in another order, amplified over a few sampling steps.
@@ -30,6 +30,8 @@ def host(request, tmp_path_factory):
 LONG = "a lighthouse, " + "very " * 90 + "tall"
 HIRES = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent", "hr_second_pass_steps": 2,
          "denoising_strength": 0.7}  # fmt: skip
+IMG2IMG = {"init_images": [picture()], "denoising_strength": 0.6,
+           "settings": {"img2img_fix_steps": True}}  # fmt: skip
 # Job, the job without the feature, calls served and calls of the host: one pair for all hosts, or
 # one for each that differs. A1111 calls twice a step where prompts differ in length.
 CASES = {
@@ -63,10 +65,22 @@ CASES = {
         HIRES,
         (5, 0),
     ),
+    "img2img": (IMG2IMG, {**IMG2IMG, "denoising_strength": 0.9}, (3, 0)),
+    "inpainting a mask": (
+        {**IMG2IMG, "mask": picture(mask=True), "inpainting_fill": 1, "mask_blur": 0},
+        IMG2IMG,
+        (3, 0),
+    ),
+    "no negative prompt in late steps": (
+        {"s_min_uncond": 12.0, "settings": {"s_min_uncond_all": True}},
+        {},
+        (3, 0),
+    ),
     "another checkpoint": ({"settings": {"sd_model_checkpoint": "b.safetensors"}}, {}, (3, 0)),
     "token merging": ({"settings": {"token_merging_ratio": 0.6}}, {}, (0, 3)),
     "tiling": ({"tiling": True}, {}, (0, 3)),
 }  # fmt: skip
+ONLY = {"tiling": {"a1111"}, "no negative prompt in late steps": {"a1111", "forge"}}
 FORGE_CASES = {
     "attention patch": ({"patch": "attn2"}, {}, (0, 3)),
     "block patch": ({"patch": "output"}, {}, (0, 3)),
@@ -99,8 +113,8 @@ def check(host, case):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_without_us_with_exact_counts(host, name):
-    if name == "tiling" and host.name != "a1111":
-        pytest.skip("the Forge family has no tiling for pictures through its API")
+    if host.name not in ONLY.get(name, HOSTS):
+        pytest.skip(f"{host.name} does not have this, or its API does not")
     check(host, CASES[name])
 
 
