@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import LibraryError, MissingPackageError, OutputError
+from .errors import LibraryError, MissingPackageError, OutputError, SettingError
 
 CHUNK = 1 << 20
 TEMPORARY_SUFFIX = ".tmp"
@@ -75,6 +75,17 @@ def ensure_folder(folder: Path) -> Path:
         raise OutputError(f"'{folder}' is a file; a folder is needed.") from error
     except OSError as error:
         raise write_failure(folder / "x", error) from error
+    return folder
+
+
+def child_folder(root: Path, name: str) -> Path:
+    """The folder ``name`` inside ``root``; raises SettingError where it would lie elsewhere."""
+    root = root.resolve()
+    folder = (root / name).resolve()
+    if not name.strip() or root not in folder.parents:
+        raise SettingError(
+            f"'{name}' is no folder inside the {root.name} folder.", hint="Write a plain name."
+        )
     return folder
 
 

@@ -132,11 +132,10 @@ class LiveWeights(Mapping[str, Tensor]):
             found = module_problem(module)
             if found:
                 return f"{found} in '{name or 'the UNet'}'"
-        if device is not None:
-            away = next((n for n, p in unet.named_parameters() if p.device != device), None)
-            if away:
-                return f"'{away}' is not on {device}: the host is saving memory"
-        live = {name for name, _ in unet.named_parameters()}
+        live = dict(unet.named_parameters())
+        away = next((n for n, p in live.items() if device not in (None, p.device)), None)
+        if away:
+            return f"'{away}' is not on {device}: the host is saving memory"
         missing = next((name for name in self._names if name not in live), None)
         if missing:
             return f"the weight '{missing}' is not an ordinary parameter now"

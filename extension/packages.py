@@ -43,14 +43,18 @@ def use_root(folder: Path) -> None:
 
 def backend_folder(name: str) -> Path | None:
     """The newest private copy of a backend for this Python."""
-    found = _folders(f"tensorrt-{python_tag()}-{name}-*")
+    found = _folders(_backend_prefix(name) + "*")
     return found[-1] if found else None
 
 
 def worker_folders(backend: str) -> list[Path]:
     """What the worker puts on its path: both private folders, or nothing in development."""
-    found = [_folders(f"worker-{python_tag()}"), _folders(f"tensorrt-{python_tag()}-{backend}-*")]
-    return [folders[-1] for folders in found if folders]
+    found = [*_folders(f"worker-{python_tag()}"), backend_folder(backend)]
+    return [folder for folder in found if folder is not None]
+
+
+def _backend_prefix(name: str) -> str:
+    return f"tensorrt-{python_tag()}-{name}-"
 
 
 def _folders(pattern: str) -> list[Path]:
@@ -106,7 +110,7 @@ def install(
         say("Downloading onnx for the worker ...")
         _pip(WORKER_PACKAGES, into, lambda folder: worker, dependencies=True)
         made.append(worker)
-    if not list(into.glob(f"tensorrt-{python_tag()}-{backend}-*")):
+    if not list(into.glob(_backend_prefix(backend) + "*")):
         say(f"Downloading {backend} (up to 1 GB) ...")
         packages = backend_packages(backend, cuda)
         made.append(
@@ -118,7 +122,7 @@ def install(
 def _name(backend: str, folder: Path) -> str:
     found = sorted(folder.glob("*.dist-info"))
     version = found[0].name.removesuffix(".dist-info").rpartition("-")[2] if found else "0"
-    return f"tensorrt-{python_tag()}-{backend}-{version}"
+    return _backend_prefix(backend) + version
 
 
 def _pip(

@@ -22,11 +22,6 @@ class LoadedEngine:
     binding: Binding
     used: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds beside the host's own: activations and copies of weights."""
-        return self.engine.activation_bytes + self.binding.staged_bytes
-
 
 class EnginePool:
     """Loaded engines by stem.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import packages
 from .architecture import Architecture
-from .errors import CancelledError, EngineRoomError
+from .errors import CancelledError, EngineRoomError, UnsupportedModelError
 from .library import Library
 from .live import LiveWeights, live_architecture
 from .log import logger
@@ -72,6 +72,12 @@ class ServedModel:
             return None
         self.routed.set_weights(self.weights, epoch=epoch)
         return self.routed.serve(x, *args, features=features)
+
+    def require(self) -> Architecture:
+        """The architecture; raises UnsupportedModelError where no engine can ever serve it."""
+        if self.arch is None:
+            raise UnsupportedModelError(self.refusal)
+        return self.arch
 
     def _miss(self, call: Call, answer: Host) -> bool:
         assert self.arch is not None

@@ -154,19 +154,16 @@ class TierManager:
 
     def key(self, job: Job) -> EngineKey:
         """Key of the engine for a job: with copies of 3x3 weights only where memory allows."""
-        key = job.target.key(job.arch, job.shape)
-        if key.conv3x3_format == "linear" or self._may_stage(job):
-            return key
-        return replace(key, conv3x3_format="linear")
-
-    def _may_stage(self, job: Job) -> bool:
-        linear = replace(job.target.key(job.arch, job.shape), conv3x3_format="linear")
+        copied = job.target.key(job.arch, job.shape)
+        if copied.conv3x3_format == "linear":
+            return copied
+        bound = replace(copied, conv3x3_format="linear")
         if not self.settings.staging:
-            return False
-        staged = job.target.key(job.arch, job.shape)
-        if self._is_loaded(linear.stem) or self._is_loaded(staged.stem):
-            return self._is_loaded(staged.stem)
-        return free_bytes(job.target.device) > HEADROOM * hwc8_bytes(job.arch)
+            return bound
+        if self._is_loaded(copied.stem) or self._is_loaded(bound.stem):
+            return copied if self._is_loaded(copied.stem) else bound
+        room = free_bytes(job.target.device)
+        return copied if room > HEADROOM * hwc8_bytes(job.arch) else bound
 
     def expected_seconds(self, job: Job) -> float:
         """What a build will take, by past builds on this machine."""

@@ -12,7 +12,8 @@ import comfy.utils
 import folder_paths
 import torch
 
-from ...errors import CancelledError, SettingError, UnsupportedModelError
+from ...errors import CancelledError, SettingError
+from ...files import child_folder
 from ...onnx_export import export_pair
 from ...parity import relative_l2
 from ...routed import DTYPE_NAMES
@@ -30,16 +31,14 @@ def job_of(model: Any, shape: Shape) -> Job:
         UnsupportedModelError: it is no UNet that engines can serve.
         MissingPackageError: no backend is installed for its device.
     """
-    served = served_model(model)
-    if served.arch is None:
-        raise UnsupportedModelError(served.refusal)
+    arch = served_model(model).require()
     base = model.model
     dtype = getattr(base, "manual_cast_dtype", None) or base.get_dtype()
     if dtype not in DTYPE_NAMES:
         raise SettingError(f"The model computes in {dtype}, which no engine does.")
     device = torch.device(model.load_device)
     place = f"cuda:{device.index or 0}" if device.type == "cuda" else str(device)
-    return Job(arch=served.arch, shape=shape, target=Target(device=place, dtype=DTYPE_NAMES[dtype]))
+    return Job(arch=arch, shape=shape, target=Target(device=place, dtype=DTYPE_NAMES[dtype]))
 
 
 def build(model: Any, shape: Shape) -> str:
@@ -76,21 +75,14 @@ def export(model: Any, name: str) -> str:
     Raises:
         EngineRoomError: as ``export_pair``; also for a name that is none.
     """
-    served = served_model(model)
-    if served.arch is None:
-        raise UnsupportedModelError(served.refusal)
-    root = Path(folder_paths.get_output_directory()).resolve()
-    folder = (root / name).resolve()
-    if not name.strip() or root not in folder.parents:
-        raise SettingError(
-            f"'{name}' is no folder inside the output folder.", hint="Write a plain name."
-        )
+    arch = served_model(model).require()
+    folder = child_folder(Path(folder_paths.get_output_directory()), name)
     progress = WaitProgress()
     try:
         with torch.inference_mode(False):
             export_pair(
                 PatchedWeights(model),
-                served.arch,
+                arch,
                 folder,
                 dtype="fp16",
                 origin={"host": "ComfyUI"},

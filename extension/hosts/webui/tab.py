@@ -10,11 +10,12 @@ import torch
 from modules import devices, paths, shared
 from torch import Tensor
 
-from ...errors import EngineRoomError, SettingError, UnsupportedModelError
+from ...errors import EngineRoomError, SettingError
+from ...files import child_folder
 from ...log import logger
 from ...onnx_export import export_pair
 from ...progress import CancelToken, Progress
-from ...room import Room
+from ...room import Room, ServedModel
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
@@ -47,24 +48,19 @@ class WebuiHost:
         Raises:
             EngineRoomError: no model is loaded, or no engine can serve it.
         """
-        served = self.room().model(_unet(), resize="before" if room.is_forge() else "after")
-        if served.arch is None:
-            raise UnsupportedModelError(served.refusal)
         target = Target(device=self.device(), dtype=DTYPE_NAMES[_dtype()])
-        return Job(arch=served.arch, shape=shape, target=target)
+        return Job(arch=_served().require(), shape=shape, target=target)
 
     def export(
         self, name: str, on_progress: Callable[[Progress], None], cancel: CancelToken
     ) -> str:
         """Write the loaded model as its weights are now, LoRAs of the last picture included."""
-        root = Path(paths.models_path) / "engine-room" / "onnx"
-        folder = (root / name).resolve()
-        if not name.strip() or root.resolve() not in folder.parents:
-            raise SettingError(f"'{name}' is no folder name.", hint="Write a plain name.")
-        job = self.job(Shape(batch=1, height=8, width=8))
+        folder = child_folder(Path(paths.models_path) / "engine-room" / "onnx", name)
+        served = _served()
+        arch = served.require()
         export_pair(
-            _Copy(self.room().model(_unet()).weights),
-            job.arch,
+            _Copy(served.weights),
+            arch,
             folder,
             dtype="fp16",
             origin={"checkpoint": self.checkpoint()},
@@ -108,6 +104,11 @@ def _unet() -> Any:
     if unet is None:
         raise SettingError("No checkpoint is loaded yet.", hint="Draw one picture first.")
     return unet
+
+
+def _served() -> ServedModel:
+    """What Engine Room knows of the loaded model."""
+    return room.room().model(_unet(), resize="before" if room.is_forge() else "after")
 
 
 def _dtype() -> torch.dtype:
