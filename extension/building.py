@@ -1,24 +1,21 @@
-"""Build an engine into the library: lock, space, worker, publish; one at a time."""
+"""Build an engine into the library: lock, space, worker, publish."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .architecture import Architecture
 from .build_history import BuildHistory
-from .errors import CancelledError, EngineRoomError
 from .files import check_free_space, ensure_folder
 from .jobs import Limits, WorkerSetup, run_job
 from .key import EngineKey
 from .library import Entry, Library
-from .log import logger
 from .machine import can_build_ahead
 from .manifest import Manifest
 from .packages import worker_folders
@@ -139,89 +136,3 @@ def _check_space(library: Library, request: BuildRequest) -> None:
     if request.pair is not None:
         needed += int(BAKED_SPACE_FACTOR * (request.pair / SAFETENSORS).stat().st_size)
     check_free_space(library.folder, needed)
-
-
-@dataclass
-class _Pending:
-    request: BuildRequest
-    cancel: CancelToken = field(default_factory=CancelToken)
-
-
-class BuildQueue:
-    """Builds in the background, one at a time, in order; thread-safe.
-
-    Args:
-        on_progress: called with the stem and progress, from the queue's thread.
-        on_end: called with the stem and the entry, or the error that ended the build.
-    """
-
-    def __init__(
-        self,
-        library: Library,
-        *,
-        on_progress: Callable[[str, Any], None] = lambda stem, progress: None,
-        on_end: Callable[[str, Entry | EngineRoomError], None] = lambda stem, outcome: None,
-    ) -> None:
-        self._library = library
-        self._on_progress = on_progress
-        self._on_end = on_end
-        self._pending: dict[str, _Pending] = {}
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def stems(self) -> list[str]:
-        """What is being built (first) and what waits."""
-        with self._changed:
-            return list(self._pending)
-
-    def add(self, request: BuildRequest) -> str:
-        """Queue a build unless it is queued already; returns its stem."""
-        stem = request.key.stem
-        with self._changed:
-            self._pending.setdefault(stem, _Pending(request))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True)
-                self._thread.start()
-        return stem
-
-    def cancel(self, stem: str | None = None) -> None:
-        """Cancel one build, or all; the running one ends within a second."""
-        with self._changed:
-            for name, item in self._pending.items():
-                if stem in (None, name):
-                    item.cancel.cancel()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued; False if ``timeout`` seconds were not enough."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._pending:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                stem, item = next(iter(self._pending.items()))
-            outcome = self._build(stem, item)
-            with self._changed:
-                self._pending.pop(stem, None)
-                self._changed.notify_all()
-            self._on_end(stem, outcome)
-
-    def _build(self, stem: str, item: _Pending) -> Entry | EngineRoomError:
-        try:
-            item.cancel.raise_if_cancelled()
-            return build_engine(
-                self._library,
-                item.request,
-                on_progress=lambda progress: self._on_progress(stem, progress),
-                cancel=item.cancel,
-            )
-        except CancelledError as error:
-            return error
-        except EngineRoomError as error:
-            logger.warning("Engine %s was not built: %s", stem, error)
-            return error

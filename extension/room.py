@@ -156,7 +156,7 @@ class Room:
 
     def close(self) -> None:
         """Release every engine and stop building."""
-        self.tiers.cancel()
+        self.tiers.close()
         self.pool.close()
 
 

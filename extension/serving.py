@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -156,11 +156,13 @@ def verify(
     arch: Architecture,
     weights: Mapping[str, Tensor] | None,
     target: Target,
+    *,
+    pause: Callable[[], None] = lambda: None,
 ) -> ParityResult:
     """Compare with the reference on this machine, and record the figures; see ``check``."""
     key = entry.key
     dtype, device = key.io_dtype, target.device
-    result = check(engine, arch, key.shape, weights, dtype=dtype, device=device)
+    result = check(engine, arch, key.shape, weights, dtype=dtype, device=device, pause=pause)
     library.add_parity(
         entry.stem,
         {

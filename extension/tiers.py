@@ -7,8 +7,10 @@ weights, in a thread of its own, and only then offered to the router.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -33,6 +35,9 @@ from .shapes import Shape
 
 POLICIES = ("background", "wait", "never")
 HEADROOM = 1.1
+EXIT_SECONDS = 20.0
+
+_alive: weakref.WeakSet[TierManager] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +101,14 @@ class TierManager:
         self.settings = settings or TierSettings()
         self.on_event = on_event
         self.failed: dict[str, str] = {}
-        self._wanted: dict[str, Job] = {}
+        self._wanted: dict[str, tuple[Job, CancelToken]] = {}
         self.unable = ""
         self._calls: Counter[str] = Counter()
         self._jobs: dict[Hashable, tuple[Job, EngineKey] | None] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._cancel = CancelToken()
         self._working = threading.Lock()
+        _alive.add(self)
 
     def miss(
         self,
@@ -176,9 +181,8 @@ class TierManager:
         """Get an engine in the background; returns its stem."""
         stem = self.key(job).stem
         with self._changed:
-            self._wanted.setdefault(stem, job)
+            self._wanted.setdefault(stem, (job, CancelToken()))
             if self._thread is None:
-                self._cancel = CancelToken()
                 self._thread = threading.Thread(
                     target=self._work, name="engine-room-tiers", daemon=True
                 )
@@ -216,7 +220,7 @@ class TierManager:
                 request = BuildRequest(key=key, architecture=job.arch, label=f"{label}, shared")
                 entry = build_engine(self.library, request, on_progress=show, cancel=cancel)
                 tell("loading")
-                self._load(job, entry)
+                self._load(job, entry, cancel or CancelToken())
             except CancelledError:
                 tell("cancelled")
                 raise
@@ -233,13 +237,17 @@ class TierManager:
         tell("ready")
         return True
 
-    def _load(self, job: Job, entry: Entry) -> None:
+    def _load(self, job: Job, entry: Entry, cancel: CancelToken) -> None:
         target, arch = job.target, job.arch
         engine = load_engine(self.library, entry, target)
         try:
             if self.library.entry(entry.stem, target.machine).state is not State.READY:
                 # The host may change its weights meanwhile: random ones alone.
-                verify(self.library, entry, engine, arch, None, target).require(entry.stem)
+                result = verify(
+                    self.library, entry, engine, arch, None, target, pause=cancel.raise_if_cancelled
+                )
+                result.require(entry.stem)
+            cancel.raise_if_cancelled()
         except BaseException:
             engine.close()
             raise
@@ -259,8 +267,7 @@ class TierManager:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                stem, job = next(iter(self._wanted.items()))
-                cancel = self._cancel
+                stem, (job, cancel) = next(iter(self._wanted.items()))
             try:
                 self.provide(job, cancel=cancel)
             except CancelledError:
@@ -286,18 +293,32 @@ class TierManager:
     def cancel(self) -> None:
         """Cancel what is being built and drop what waits; nothing is tried again by itself."""
         with self._changed:
-            first = next(iter(self._wanted), None)
             for stem in list(self._wanted)[1:]:
                 self.failed[stem] = "cancelled"
                 self._wanted.pop(stem)
-            if first is not None:
-                self._cancel.cancel()
+            for _, cancel in self._wanted.values():
+                cancel.cancel()
+
+    def close(self, timeout: float = EXIT_SECONDS) -> None:
+        """Cancel everything and wait at most ``timeout`` seconds for the thread to end."""
+        with self._changed:
+            self.cancel()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
 
     def retry(self) -> None:
         """Forget failures, so that engines are tried again."""
         self.failed.clear()
         self._jobs.clear()
         self.unable = ""
+
+
+@atexit.register
+def _close_all() -> None:
+    """At exit, Python ends daemon threads inside native code, which aborts the process."""
+    for manager in list(_alive):
+        manager.close()
 
 
 def target_of(call: Call) -> Target:

@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from extension.building import WORK_PREFIX, BuildQueue, BuildRequest, build_engine
+from extension.building import WORK_PREFIX, BuildRequest, build_engine
 from extension.engine import get_backend
 from extension.errors import (
     CancelledError,
@@ -361,51 +361,3 @@ def test_an_engine_for_a_version_that_is_not_here(tmp_path):
     with pytest.raises(WorkerError, match=r"0\.0\.1"):
         build_engine(Library(tmp_path), BuildRequest(key=key, architecture=ARCH, label="x"))
     assert leftovers(tmp_path) == []
-
-
-# The queue
-
-
-def test_the_queue_builds_in_order_and_reports(tmp_path):
-    ended, progress = [], []
-    queue = BuildQueue(
-        Library(tmp_path),
-        on_progress=lambda stem, moment: progress.append(stem),
-        on_end=lambda stem, outcome: ended.append((stem, outcome)),
-    )
-    requests = [request(), request(shape=Shape(batch=2, height=8, width=8)), request()]
-    stems = [queue.add(item) for item in requests]
-    assert stems[0] == stems[2]
-    assert queue.wait(120)
-    assert [stem for stem, _ in ended] == stems[:2]
-    assert all(outcome.manifest for _, outcome in ended)
-    assert set(progress) == set(stems)
-    assert queue.stems == []
-
-
-def test_cancelling_the_queue(tmp_path):
-    ended, started = [], threading.Event()
-    queue = BuildQueue(
-        Library(tmp_path),
-        on_progress=lambda stem, moment: started.set(),
-        on_end=lambda stem, outcome: ended.append(outcome),
-    )
-    queue.add(slow_request())
-    queue.add(request())
-    assert started.wait(60)
-    queue.cancel()
-    assert queue.wait(5)
-    assert [type(outcome) for outcome in ended] == [CancelledError, CancelledError]
-    assert leftovers(tmp_path) == []
-
-
-def test_a_failure_does_not_stop_the_queue(tmp_path):
-    ended = []
-    queue = BuildQueue(Library(tmp_path), on_end=lambda stem, outcome: ended.append(outcome))
-    good = request()
-    bad_key = EngineKey.from_json({**good.key.to_json(), "backend_version": "0.0.1"})
-    queue.add(BuildRequest(key=bad_key, architecture=ARCH, label="x"))
-    queue.add(good)
-    assert queue.wait(120)
-    assert isinstance(ended[0], WorkerError)
-    assert ended[1].manifest is not None

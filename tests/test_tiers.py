@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from extension.building import WORK_PREFIX
 from extension.errors import BuildError, CancelledError, SettingError
 from extension.library import Library, State
 from extension.memory import hwc8_bytes
@@ -22,6 +26,7 @@ from extension.shapes import Shape
 from extension.tiers import Job, TierManager, TierSettings
 from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
 
+ROOT = Path(__file__).parent.parent
 ARCH = SMALL["two-levels"]
 SHAPE = Shape(batch=2, height=8, width=8)
 JOB = Job(arch=ARCH, shape=SHAPE, target=Target(device="cpu", dtype="fp32"))
@@ -270,3 +275,33 @@ def test_calls_from_many_threads(manager):
         thread.join()
     assert wrong == []
     assert unet.counters.totals == (20, 0)
+
+
+EXIT = """
+import sys, threading
+from tests.test_tiers import *
+reached = threading.Event()
+manager = TierManager(
+    Library(sys.argv[1]), EnginePool(), TierSettings(after_calls=1),
+    on_event=lambda event: event.kind == sys.argv[2] and reached.set(),
+)
+manager.miss(ARCH, call(Shape(batch=4, height=64, width=64)))
+assert reached.wait(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["building", "loading"])
+def test_a_host_can_exit_at_any_moment(moment, tmp_path):
+    """Python ends daemon threads inside native code at exit, which aborts the process."""
+    command = [sys.executable, "-c", EXIT, str(tmp_path), moment]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
+
+
+def test_what_is_wanted_after_a_cancel_is_built(manager):
+    manager.want(replace(JOB, shape=Shape(batch=4, height=64, width=64)))
+    manager.cancel()
+    stem = manager.want(JOB)
+    assert manager.wait(60)
+    assert [candidate.stem for candidate in manager.pool.candidates()] == [stem]
