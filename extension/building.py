@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,14 @@ from typing import Any
 
 from .architecture import Architecture
 from .build_history import BuildHistory
-from .files import check_free_space, ensure_folder
+from .files import (
+    TEMPORARY_SUFFIX,
+    check_free_space,
+    ensure_folder,
+    sweep,
+    temporary_folder,
+    write_failure,
+)
 from .jobs import Limits, WorkerSetup, run_job
 from .key import EngineKey
 from .library import Entry, Library
@@ -22,7 +28,7 @@ from .packages import worker_folders
 from .progress import CancelToken, ProgressSink
 from .worker_tasks import SAFETENSORS
 
-WORK_PREFIX = ".build-"
+WORK_PREFIX, PAIR_PREFIX = ".build-", ".pair-"
 SHARED_SPACE = 200_000_000
 BAKED_SPACE_FACTOR = 2.2  # the linked or copied weights, and the engine
 
@@ -60,14 +66,18 @@ def build_engine(
         EngineRoomError: as ``run_job``; also OutputError where space is short.
     """
     key, cancel = request.key, cancel or CancelToken()
+    present = library.find(key)  # before the lock: a library may be read-only
+    if present is not None:
+        return present
     ensure_folder(library.folder)
     with library.lock(key.stem):
         present = library.find(key)
         if present is not None:
             return present
         _remove_stale(library, key.stem)
+        sweep(library.folder, f"{WORK_PREFIX}*", f"{PAIR_PREFIX}*", f".*{TEMPORARY_SUFFIX}")
         _check_space(library, request)
-        work = Path(tempfile.mkdtemp(dir=library.folder, prefix=f"{WORK_PREFIX}{key.stem}-"))
+        work = temporary_folder(library.folder, f"{WORK_PREFIX}{key.stem}-")
         try:
             return _build(library, request, work, on_progress, cancel, limits, setup)
         finally:
@@ -122,7 +132,10 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            raise write_failure(target, error) from error
 
 
 def _remove_stale(library: Library, stem: str) -> None:

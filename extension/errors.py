@@ -94,6 +94,13 @@ class MissingPackageError(EngineRoomError):
         )
 
 
+class UnsupportedMachineError(EngineRoomError):
+    """No TensorRT runs on this machine: its GPU, driver, system or Python."""
+
+    code = "unsupported-machine"
+    exit_code = 12
+
+
 class OutputError(EngineRoomError):
     """A file cannot be written: folder read-only, disk full, name taken."""
 

@@ -7,7 +7,9 @@ import errno
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +18,13 @@ from .errors import LibraryError, MissingPackageError, OutputError, SettingError
 
 CHUNK = 1 << 20
 TEMPORARY_SUFFIX = ".tmp"
+WINDOWS = sys.platform == "win32"
+LONGEST_FOLDER = 200  # of Windows' 260 characters; the longest of our files takes 50
+LONGEST_NAME = 100
+RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{n}{i}" for n in ("COM", "LPT") for i in range(1, 10))}
+FORBIDDEN = {*'<>:"|?*', *map(chr, range(32))}
+STALE_SECONDS = 86400.0
+BUSY_SECONDS, BUSY_POLL = 5.0, 0.05
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -44,12 +53,61 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(temporary, path)
     except OSError as error:
         raise write_failure(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename ``source``, a file or folder, over ``target``.
+
+    On Windows another program (a virus scanner, a second host) may hold the target open for a
+    moment; it is asked again for some seconds.
+
+    Raises:
+        OutputError: it stays in use, or the folder cannot be written.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            source.replace(target)
+            return
+        except PermissionError as error:
+            if not WINDOWS:
+                raise write_failure(target, error) from error
+            if time.monotonic() > deadline:
+                raise OutputError(
+                    f"'{target.name}' is in use by another program.",
+                    hint="Close what reads it, and try again.",
+                ) from error
+        except OSError as error:
+            raise write_failure(target, error) from error
+        time.sleep(BUSY_POLL)
+
+
+def temporary_folder(parent: Path, prefix: str) -> Path:
+    """A new folder in ``parent``; raises OutputError where none can be made."""
+    try:
+        return Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
+    except OSError as error:
+        raise write_failure(parent / prefix, error) from error
+
+
+def sweep(folder: Path, *patterns: str) -> None:
+    """Remove what killed programs left in ``folder`` a day ago or earlier."""
+    now = time.time()
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                if now - path.lstat().st_mtime < STALE_SECONDS:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
 
 
 def write_failure(path: Path, error: OSError) -> OutputError:
@@ -67,8 +125,14 @@ def ensure_folder(folder: Path) -> Path:
     """Make ``folder`` if needed.
 
     Raises:
-        OutputError: it is a file, or cannot be made.
+        OutputError: it is a file, its path is too long, or it cannot be made.
     """
+    if WINDOWS and len(str(folder.absolute())) > LONGEST_FOLDER:
+        raise OutputError(
+            f"The path of '{folder.name}' is too long for Windows: "
+            f"{len(str(folder.absolute()))} characters, at most {LONGEST_FOLDER}.",
+            hint="Choose a folder nearer to the root of the drive.",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -79,8 +143,21 @@ def ensure_folder(folder: Path) -> Path:
 
 
 def child_folder(root: Path, name: str) -> Path:
-    """The folder ``name`` inside ``root``; raises SettingError where it would lie elsewhere."""
+    """The folder ``name`` inside ``root``.
+
+    Raises:
+        SettingError: it would lie elsewhere, or is a name that Windows does not take (folders
+            travel between systems).
+    """
     root = root.resolve()
+    for part in name.replace("\\", "/").split("/"):
+        if part.split(".")[0].strip().upper() in RESERVED or FORBIDDEN & set(part):
+            raise SettingError(f"'{part}' cannot name a folder.", hint="Write a plain name.")
+        if len(part) > LONGEST_NAME or (part != part.rstrip(" .") and part not in (".", "..")):
+            raise SettingError(
+                f"'{part[:40]}' cannot name a folder: it is too long, or ends with a dot or space.",
+                hint="Write a plain name.",
+            )
     folder = (root / name).resolve()
     if not name.strip() or root not in folder.parents:
         raise SettingError(

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LibraryError, OutputError
-from .files import atomic_write, ensure_folder, lock, sha256_file
+from .files import (
+    atomic_write,
+    ensure_folder,
+    lock,
+    replace_file,
+    sha256_file,
+    write_failure,
+)
 from .key import STEM, EngineKey, check_stem, host_platform
 from .log import logger
 from .manifest import Manifest, UnknownFormatError, read_json, read_manifest
@@ -64,10 +71,15 @@ class Entry:
 
 
 class Library:
-    """Engines in one folder, which several hosts may share."""
+    """Engines in one folder, which several hosts may share.
+
+    Attributes:
+        built: stems that this process built into it.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.built: set[str] = set()
 
     def engine_path(self, stem: str) -> Path:
         """Where the engine's bytes lie."""
@@ -93,12 +105,19 @@ class Library:
 
         Args:
             temporary: a complete engine file in this folder.
+
+        Raises:
+            OutputError: the folder cannot be written.
         """
         stem = manifest.key.stem
-        self.manifest_path(stem).unlink(missing_ok=True)
-        self.state_path(stem).unlink(missing_ok=True)
-        temporary.replace(self.engine_path(stem))
+        try:
+            self.manifest_path(stem).unlink(missing_ok=True)
+            self.state_path(stem).unlink(missing_ok=True)
+        except OSError as error:
+            raise write_failure(self.manifest_path(stem), error) from error
+        replace_file(temporary, self.engine_path(stem))
         atomic_write(self.manifest_path(stem), manifest.to_bytes())
+        self.built.add(stem)
         return self.entry(stem, None)
 
     def entry(self, stem: str, machine: Machine | None) -> Entry:

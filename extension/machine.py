@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from functools import lru_cache
 
+from .driver import driver_version
 from .engine import BACKENDS, get_backend
 from .errors import EngineRoomError, MissingPackageError
 from .library import Machine
@@ -25,18 +24,6 @@ def backend_versions() -> dict[str, str]:
         except EngineRoomError:
             continue
     return found
-
-
-def driver_version() -> str:
-    """The CUDA version that the driver supports, such as ``13.0``; empty without a driver."""
-    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        number = ctypes.c_int()
-        if ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(number)):
-            return ""
-    except OSError:
-        return ""
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def machine_of(device: str) -> Machine:
@@ -72,7 +59,7 @@ def default_backend(device: str) -> str:
         return CPU_BACKEND
     names = [name for name in BACKENDS if name in backend_versions() and name != CPU_BACKEND]
     if not names:
-        command = install_command("tensorrt_rtx")
+        command = install_command()
         raise MissingPackageError.of("tensorrt-rtx", "to run engines on the GPU", command)
     return names[0]
 

@@ -12,7 +12,7 @@ from .architecture import Architecture
 from .checkpoint import require_finite, tensor_bytes
 from .engine.interface import DTYPES, check_choice
 from .errors import BadFileError
-from .files import ensure_folder
+from .files import ensure_folder, replace_file, write_failure
 from .fingerprint import Fingerprinter
 from .jobs import WorkerSetup, run_job
 from .onnx_graph import METADATA_PREFIX
@@ -25,6 +25,7 @@ from .tensor_source import NAMES
 from .worker_tasks import ONNX, SAFETENSORS, UNET_PREFIX
 
 BYTES_PER_SECOND = 400e6
+PENDING = f".{SAFETENSORS}.new"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,6 @@ def export_pair(
     """
     check_choice("precision", dtype, DTYPES)
     folder, cancel = ensure_folder(Path(folder)), cancel or CancelToken()
-    (folder / ONNX).unlink(missing_ok=True)
     shapes = arch.parameters()
     kind = NAMES[TORCH_DTYPES[dtype]]
     entries = [Entry(UNET_PREFIX + name, kind, s) for name, s in shapes.items()]
@@ -84,7 +84,14 @@ def export_pair(
         on_progress(timeline.now())
 
     data = _stream(weights, shapes, dtype, digest, tick)
-    write_safetensors(folder / SAFETENSORS, entries, data, facts)
+    write_safetensors(folder / PENDING, entries, data, facts)
+    try:
+        (folder / ONNX).unlink(missing_ok=True)
+        replace_file(folder / PENDING, folder / SAFETENSORS)
+    except OSError as error:
+        raise write_failure(folder / ONNX, error) from error
+    finally:
+        (folder / PENDING).unlink(missing_ok=True)
     timeline.enter("writing the graph")
     on_progress(timeline.now())
     fingerprint = digest.hexdigest()

@@ -11,17 +11,16 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .errors import MissingPackageError, OutputError
-from .files import check_free_space, ensure_folder
+from .errors import MissingPackageError
+from .files import check_free_space, ensure_folder, replace_file, sweep, temporary_folder
 
 VARIABLE = "ENGINE_ROOM_PACKAGES"
 SPACE = 3_000_000_000
-CUDA_SUFFIX = {"12": "cu12", "13": "cu13"}
+TEMPORARY = ".install-"
 WORKER_PACKAGES = ("onnx",)
 
 
@@ -74,48 +73,52 @@ def import_private(module: str, backend: str) -> ModuleType:
         sys.path.remove(str(folder))
 
 
-def backend_packages(backend: str, cuda: str | None) -> tuple[str, ...]:
-    """What pip installs for a backend; ``cuda`` is torch's CUDA version, such as ``12.8``."""
-    if backend != "tensorrt_rtx":
+def backend_packages(backend: str, cuda: int) -> tuple[str, ...]:
+    """What pip installs for a backend; ``cuda`` is 12 or 13."""
+    if backend not in ("tensorrt_rtx", "tensorrt"):
         return (backend,)
-    suffix = CUDA_SUFFIX.get((cuda or "13").split(".")[0], "cu13")
-    return (
-        "tensorrt-rtx",
-        f"tensorrt-rtx-{suffix}",
-        f"tensorrt-rtx-{suffix}-libs",
-        f"tensorrt-rtx-{suffix}-bindings",
-    )
+    package = f"{backend.replace('_', '-')}-cu{cuda}"
+    meta = ("tensorrt-rtx",) if backend == "tensorrt_rtx" else ()
+    return (*meta, package, f"{package}-libs", f"{package}-bindings")
 
 
-def install_command(backend: str) -> str:
-    """What a user types to fill the private folder."""
+def install_command(backend: str = "") -> str:
+    """What a user types, in any folder, to fill the private folder."""
     place = f' --into "{root()}"' if root() else ""
-    return f"{Path(sys.executable).name} -m extension install {backend}{place}"
+    chosen = f" {backend}" if backend else ""
+    return f'"{sys.executable}" "{Path(__file__).parent}" install{chosen}{place}'
 
 
 def install(
-    backend: str, into: Path, *, cuda: str | None, say: Callable[[str], None] = lambda text: None
+    backend: str,
+    into: Path,
+    *,
+    cuda: int,
+    wheels: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
     """Fill the private folder ``into``; what is there already is left alone.
 
+    Args:
+        cuda: CUDA version of the backend's packages, 12 or 13.
+        wheels: a folder that holds the packages, in place of the network.
+
     Raises:
         OutputError: no space, or the folder cannot be written.
-        MissingPackageError: pip could not get the packages; the hint has its command.
+        MissingPackageError: pip could not get the packages; the hint has the command to repeat.
     """
     ensure_folder(into)
+    sweep(into, f"{TEMPORARY}*")
     check_free_space(into, SPACE)
     made = []
     worker = into / f"worker-{python_tag()}"
     if not worker.is_dir():
         say("Downloading onnx for the worker ...")
-        _pip(WORKER_PACKAGES, into, lambda folder: worker, dependencies=True)
-        made.append(worker)
+        made.append(_pip(WORKER_PACKAGES, into, lambda folder: worker, wheels))
     if not list(into.glob(_backend_prefix(backend) + "*")):
         say(f"Downloading {backend} (up to 1 GB) ...")
-        packages = backend_packages(backend, cuda)
-        made.append(
-            _pip(packages, into, lambda folder: into / _name(backend, folder), dependencies=False)
-        )
+        names = ("--no-deps", *backend_packages(backend, cuda))
+        made.append(_pip(names, into, lambda folder: into / _name(backend, folder), wheels))
     return made
 
 
@@ -126,26 +129,41 @@ def _name(backend: str, folder: Path) -> str:
 
 
 def _pip(
-    packages: Sequence[str], into: Path, name: Callable[[Path], Path], *, dependencies: bool
+    packages: Sequence[str], into: Path, name: Callable[[Path], Path], wheels: Path | None
 ) -> Path:
     """Install into a temporary folder beside the final one, then rename it."""
-    temporary = Path(tempfile.mkdtemp(dir=into, prefix=".install-"))
+    temporary = temporary_folder(into, TEMPORARY)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    command += ["--no-input", "--target", str(temporary), *packages]
-    if not dependencies:
-        command.insert(4, "--no-deps")
+    command += ["--no-input", "--target", str(temporary)]
+    if wheels is not None:
+        command += ["--no-index", "--find-links", str(wheels)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, *packages],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise MissingPackageError(
-                f"{' '.join(packages)} could not be installed: {last[:200]}",
-                hint=f"Try it by hand: {' '.join(command)}",
-            )
+            raise _refused(packages, into, done.stderr, wheels)
         target = name(temporary)
-        temporary.replace(target)
-    except OSError as error:
-        raise OutputError(f"'{into}' cannot be written: {error.strerror or error}.") from error
+        replace_file(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _refused(
+    packages: Sequence[str], into: Path, stderr: str, wheels: Path | None
+) -> MissingPackageError:
+    lines = [line for line in stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+    names = " ".join(name for name in packages if not name.startswith("-"))
+    source = f"in '{wheels}'" if wheels else "from the package index (is this computer online?)"
+    return MissingPackageError(
+        f"{names} could not be installed {source}: {lines[0].removeprefix('ERROR: ')[:200]}",
+        hint=f"Repeat it in a terminal: {install_command()} - or, without a network, add "
+        f"--wheels and a folder filled elsewhere by: pip download {names}",
+        details={"stderr": stderr[-4000:]},
+    )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import packages
 from .architecture import Architecture
+from .backend_choice import choose, surroundings
 from .errors import CancelledError, EngineRoomError, UnsupportedModelError
 from .library import Library
 from .live import LiveWeights, live_architecture
@@ -128,21 +129,25 @@ class Room:
         with self._lock:
             return list(self._models.values())
 
-    def install(self, backend: str, cuda: str | None) -> None:
+    def install(self) -> None:
         """Fill the private folder in the background; ``installing`` tells how it goes."""
         folder = packages.root()
         if self.installing or folder is None:
             return
-        self.installing = f"Installing {backend} ..."
+        self.installing = "Looking at this machine ..."
 
         def work() -> None:
             try:
-                packages.install(backend, folder, cuda=cuda, say=self._say)
+                choice = choose(surroundings())
+                packages.install(choice.backend, folder, cuda=choice.cuda, say=self._say)
                 backend_versions.cache_clear()
                 self.tiers.retry()
-                self.installed = f"{backend} is installed."
+                self.installed = f"{choice.backend} is installed."
             except EngineRoomError as error:
                 self.installed = str(error)
+            except Exception as error:
+                logger.exception("The installation failed.")
+                self.installed = f"The installation failed: {error}"
             finally:
                 self.installing = ""
 

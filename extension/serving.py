@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .architecture import Architecture
-from .building import BuildRequest, build_engine
+from .building import PAIR_PREFIX, BuildRequest, build_engine
 from .engine import get_backend
 from .engine.interface import Engine
-from .errors import SettingError
+from .errors import EngineError, EngineRoomError, SettingError
+from .files import ensure_folder, temporary_folder
+from .jobs import Limits, WorkerSetup, run_job
 from .kernel_cache import KernelCache
 from .key import EngineKey
 from .library import Entry, Library, Machine, State
-from .machine import RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
+from .machine import CPU_BACKEND, RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
 from .model import LoraChoice, Model
 from .onnx_export import export_pair
 from .ops_torch import TorchUNet
+from .packages import worker_folders
 from .parity import ParityResult, check
 from .progress import CancelToken, ProgressSink
 from .routed import RoutedUNet
 from .router import Candidate
 from .shapes import Shape
 from .synthetic import DTYPES
+
+PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,23 +126,35 @@ def build_baked(
 ) -> Entry:
     """The engine with the merged weights frozen in; they are exported first."""
     arch, weights = model.architecture, model.merged(loras, target.torch_dtype)
-    library.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.folder, prefix=".pair-") as folder:
+    folder = temporary_folder(ensure_folder(library.folder), PAIR_PREFIX)
+    try:
         pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
         label = f"{arch.label}, {shape.label}, {target.dtype}, baked: {model.checkpoint.path.name}"
         request = BuildRequest(
             key=target.key(arch, shape, fingerprint=pair.fingerprint),
             architecture=arch,
             label=label,
-            pair=Path(folder),
+            pair=folder,
             source=model.origin(loras),
             model={"prediction": model.checkpoint.prediction_type() or "eps"},
         )
         return build_engine(library, request, on_progress=on_progress, cancel=cancel)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
-    """Load an engine's verified bytes on the target's device, with the kernels of past starts."""
+    """Load an engine's verified bytes on the target's device, with the kernels of past starts.
+
+    One that was built elsewhere and never ran on this machine is first tried in a child process.
+
+    Raises:
+        LibraryError: its bytes are not those of the manifest.
+        EngineError: the backend refuses it.
+    """
+    state = library.entry(entry.stem, target.machine).state
+    if entry.stem not in library.built and state is not State.READY:
+        try_in_child(library, entry)
     backend = get_backend(entry.key.backend)
     kernels = KernelCache(library.folder, target.machine.gpu, entry.key.backend_version)
     data = library.read_engine(entry.stem)
@@ -147,6 +163,28 @@ def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
         engine = backend.load(data, device=target.device, cache=kernels.read())
     kernels.write(engine.kernel_cache())
     return engine
+
+
+def try_in_child(library: Library, entry: Entry) -> None:
+    """Load an engine in the worker; raises EngineError where that fails, crashes or hangs."""
+    backend = entry.key.backend
+    assert entry.manifest is not None
+    library.read_engine(entry.stem)
+    job = {
+        "kind": "probe",
+        "backend": backend,
+        "engine": str(library.engine_path(entry.stem)),
+        "sha256": entry.manifest.engine_sha256,
+    }
+    setup = WorkerSetup(packages=worker_folders(backend), hide_gpu=backend == CPU_BACKEND)
+    try:
+        run_job(job, limits=Limits(seconds=PROBE_SECONDS), setup=setup)
+    except EngineRoomError as error:
+        raise EngineError(
+            f"The engine {entry.stem} cannot be loaded here: {error.message}",
+            hint="Remove it; it is built again when it is needed.",
+            details=error.details,
+        ) from error
 
 
 def verify(

@@ -15,7 +15,7 @@ from .architecture import TINY, Architecture
 from .engine import get_backend
 from .engine.interface import BuildSpec
 from .errors import BadFileError, EngineRoomError, MissingPackageError, WorkerError
-from .files import atomic_write
+from .files import atomic_write, replace_file
 from .key import EngineKey
 from .onnx_graph import ExternalTensor, ExternalWeights, emit_graph
 from .progress import Phase, Timeline
@@ -24,6 +24,8 @@ from .shapes import Shape
 
 SAFETENSORS = "unet.safetensors"
 ONNX = "unet.onnx"
+SELFTEST_ENGINE = "selftest.engine"
+SELFTEST_SHAPE = Shape(batch=1, height=8, width=8)
 UNET_PREFIX = "model.diffusion_model."
 Send = Callable[..., None]
 Job = Mapping[str, Any]
@@ -31,7 +33,7 @@ Job = Mapping[str, Any]
 
 def run(job: Job, send: Send, tick: float) -> int:
     """Run ``job``, report through ``send``, and return the exit code."""
-    tasks = {"emit": emit, "export": export, "build": build, "selftest": selftest}
+    tasks = {"emit": emit, "export": export, "build": build, "selftest": selftest, "probe": probe}
     with contextlib.suppress(OSError, AttributeError):
         os.nice(int(job.get("nice", 0)))
     try:
@@ -99,7 +101,7 @@ def export(job: Job, send: Send, tick: float) -> dict[str, Any]:
     try:
         atomic_write(unchecked, data)
         checker.check_model(str(unchecked))
-        unchecked.replace(folder / ONNX)
+        replace_file(unchecked, folder / ONNX)
     finally:
         unchecked.unlink(missing_ok=True)
     return {"bytes": len(data)}
@@ -184,10 +186,21 @@ def _spec(key: EngineKey, architecture: Architecture) -> BuildSpec:
     )
 
 
+def probe(job: Job, send: Send, tick: float) -> dict[str, Any]:
+    """Try an engine that was built elsewhere: a bad one may crash this process, not the host."""
+    data = Path(job["engine"]).read_bytes()
+    if hashlib.sha256(data).hexdigest() != job["sha256"]:
+        raise BadFileError("The engine changed while it was read.")
+    timeline = Timeline([Phase(name="trying the engine", seconds=3.0)])
+    with ticking(timeline, send, tick):
+        get_backend(job["backend"]).probe(data)
+    return {"bytes": len(data)}
+
+
 def selftest(job: Job, send: Send, tick: float) -> dict[str, Any]:
     """Build a tiny engine with ``backend`` in ``folder`` and report what it took."""
     backend = get_backend(job["backend"])
-    shape = Shape(batch=1, height=8, width=8)
+    shape = SELFTEST_SHAPE
     architecture = TINY["sd15"].for_shape(shape)
     capabilities = tuple(job.get("capabilities") or ("cpu",))
     key = EngineKey(
@@ -203,7 +216,7 @@ def selftest(job: Job, send: Send, tick: float) -> dict[str, Any]:
         "key": key.to_json(),
         "architecture": architecture.to_json(),
         "folder": job["folder"],
-        "out": str(Path(job["folder"]) / "selftest.engine"),
+        "out": str(Path(job["folder"]) / SELFTEST_ENGINE),
         "expected_seconds": job.get("expected_seconds", 8.0),
     }
     return build(details, send, tick)

@@ -18,7 +18,13 @@ from safetensors import safe_open
 from extension.checkpoint import open_checkpoint
 from extension.engine import get_backend
 from extension.engine.interface import BuildSpec
-from extension.errors import BadFileError, CancelledError, OutputError, SettingError
+from extension.errors import (
+    BadFileError,
+    CancelledError,
+    OutputError,
+    SettingError,
+    WorkerError,
+)
 from extension.lora import MergedWeights, read_lora
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
@@ -149,16 +155,31 @@ def test_a_cancelled_export_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_no_half_pair_after_a_failure(tmp_path):
-    """The ONNX file of an earlier export does not stay beside other weights."""
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_earlier_pair_outlives_a_failed_export(tmp_path):
     export_pair(random_weights(ARCH), ARCH, tmp_path, dtype="fp16")
-    before = (tmp_path / "unet.safetensors").read_bytes()
+    before = contents(tmp_path)
     weights = random_weights(ARCH, 1)
     weights["out.2.bias"][0] = float("nan")
     with pytest.raises(BadFileError):
         export_pair(weights, ARCH, tmp_path, dtype="fp16")
+    assert contents(tmp_path) == before
+
+
+def test_no_mixed_pair_after_a_failure(tmp_path, monkeypatch):
+    """The ONNX file of an earlier export does not stay beside other weights."""
+    export_pair(random_weights(ARCH), ARCH, tmp_path, dtype="fp16")
+
+    def fail(*args, **kwargs):
+        raise WorkerError("The worker is gone.")
+
+    monkeypatch.setattr("extension.onnx_export.run_job", fail)
+    with pytest.raises(WorkerError):
+        export_pair(random_weights(ARCH, 1), ARCH, tmp_path, dtype="fp16")
     assert names(tmp_path) == ["unet.safetensors"]
-    assert (tmp_path / "unet.safetensors").read_bytes() == before
 
 
 def test_a_full_disk_is_said_first(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def test_the_folders_are_named_for_python_backend_and_version(filled):
 
 def test_a_second_install_does_nothing(filled):
     before = {path: path.stat().st_mtime_ns for path in filled.iterdir()}
-    assert packages.install("onnxruntime", filled, cuda=None) == []
+    assert packages.install("onnxruntime", filled, cuda=13) == []
     assert {path: path.stat().st_mtime_ns for path in filled.iterdir()} == before
 
 
@@ -78,8 +78,9 @@ def test_the_worker_and_the_host_use_it_and_nothing_else(filled, tmp_path):
 def test_a_failure_names_the_command_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("extension.packages.WORKER_PACKAGES", ("no-such-package-of-engine-room",))
     with pytest.raises(MissingPackageError, match="no-such-package") as caught:
-        packages.install("onnxruntime", tmp_path / "p", cuda=None)
-    assert "pip install" in caught.value.hint
+        packages.install("onnxruntime", tmp_path / "p", cuda=13)
+    assert packages.install_command() in caught.value.hint
+    assert "pip download no-such-package" in caught.value.hint
     assert list((tmp_path / "p").iterdir()) == []
 
 
@@ -87,16 +88,18 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(tmp_path, monkeypatch
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("extension.files.shutil.disk_usage", lambda folder: usage)
     with pytest.raises(OutputError, match="are needed"):
-        packages.install("onnxruntime", tmp_path / "p", cuda=None)
+        packages.install("onnxruntime", tmp_path / "p", cuda=13)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "suffix"), [("12.1", "cu12"), ("12.8", "cu12"), ("13.0", "cu13"), (None, "cu13")]
-)
-def test_the_build_of_tensorrt_rtx_follows_torchs_cuda(cuda, suffix):
-    names = packages.backend_packages("tensorrt_rtx", cuda)
-    assert f"tensorrt-rtx-{suffix}-libs" in names
-    assert packages.backend_packages("tensorrt", cuda) == ("tensorrt",)
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_packages_follow_the_cuda_version(cuda):
+    assert packages.backend_packages("tensorrt_rtx", cuda) == (
+        "tensorrt-rtx",
+        f"tensorrt-rtx-cu{cuda}",
+        f"tensorrt-rtx-cu{cuda}-libs",
+        f"tensorrt-rtx-cu{cuda}-bindings",
+    )
+    assert packages.backend_packages("tensorrt", cuda)[0] == f"tensorrt-cu{cuda}"
 
 
 # Kernels between starts

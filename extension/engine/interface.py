@@ -105,6 +105,9 @@ class Backend(Protocol):
     ) -> BuildResult:
         """Compile the ONNX file ``model`` into ``out`` (worker process, torch-free)."""
 
+    def probe(self, data: bytes) -> None:
+        """Load an engine and drop it (worker process, torch-free); raises EngineError."""
+
     def load(self, data: bytes, *, device: str, cache: bytes = b"") -> Engine:
         """Load an engine from verified bytes on a torch device such as ``cpu`` or ``cuda:0``.
 

@@ -51,6 +51,15 @@ class OnnxRuntimeBackend:
         atomic_write(out, data)
         return BuildResult(activation_bytes=0, details={"nodes": len(graph.graph.node)})
 
+    def probe(self, data: bytes) -> None:
+        """Make a session; raises EngineError where ONNX Runtime refuses the bytes."""
+        try:
+            _session(data)
+        except MissingPackageError:
+            raise
+        except Exception as error:
+            raise EngineError(f"ONNX Runtime refuses the engine: {error}") from error
+
     def load(self, data: bytes, *, device: str, cache: bytes = b"") -> Engine:
         """Load verified bytes; ``device`` must be ``cpu``."""
         if device != "cpu":

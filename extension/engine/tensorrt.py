@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import EngineError
 from .interface import BuildResult, BuildSpec, Engine, ProgressCallback
 from .trt_api import load_module
+from .trt_build import last_fault, make_logger
 
 
 class TensorRTBackend:
@@ -25,6 +27,13 @@ class TensorRTBackend:
         from .trt_build import build
 
         return build(load_module(self.name), self.name, model, spec, out, progress)
+
+    def probe(self, data: bytes) -> None:
+        """Deserialise on the first GPU; raises EngineError where TensorRT refuses the bytes."""
+        trt = load_module(self.name)
+        log = make_logger(trt)
+        if trt.Runtime(log).deserialize_cuda_engine(data) is None:
+            raise EngineError(f"TensorRT refuses the engine: {last_fault(log)}")
 
     def load(
         self, data: bytes, *, device: str, cache: bytes = b"", use_graph: bool = True

@@ -118,6 +118,11 @@ def _parser_fault(error: Any) -> str:
     return f"{error.node_operator()} '{error.node_name()}': {error.desc()}"
 
 
+def last_fault(log: Any) -> str:
+    """TensorRT's last error message, shortened."""
+    return log.faults[-1].strip()[:300] if log.faults else "it gave no reason"
+
+
 def _failure(what: str, faults: list[str]) -> BuildError:
     first = faults[0].strip() if faults else "it gave no reason"
     return BuildError(

@@ -14,7 +14,7 @@ from ..errors import EngineError
 from .cuda_graph import CallGraph
 from .interface import TensorSpec
 from .trt_api import CudaEngine, dtype_name
-from .trt_build import make_logger
+from .trt_build import last_fault, make_logger
 
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 ALIGNMENT = 256
@@ -159,6 +159,5 @@ class TensorRTEngine:
         self._scratch = torch.empty(0)
 
     def _failure(self, what: str) -> EngineError:
-        faults = self._log.faults
-        reason = faults[-1].strip()[:300] if faults else "it gave no reason"
-        return EngineError(f"{what}: {reason}", details={"messages": faults[-20:]})
+        messages = self._log.faults[-20:]
+        return EngineError(f"{what}: {last_fault(self._log)}", details={"messages": messages})

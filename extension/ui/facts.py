@@ -6,6 +6,7 @@ import html
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ..doctor import HostFacts
 from ..errors import EngineRoomError, SettingError
 from ..memory import hwc8_bytes
 from ..progress import CancelToken, Progress
@@ -40,6 +41,9 @@ class UiHost(Protocol):
 
     def checkpoint(self) -> str:
         """Name of the loaded checkpoint; empty where there is none."""
+
+    def facts(self) -> HostFacts:
+        """Its version, the hooks that are found in it, and other extensions."""
 
     def job(self, shape: Shape) -> Job:
         """The engine job for the loaded model; raises EngineRoomError where there can be none."""

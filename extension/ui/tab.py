@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..doctor import diagnose
 from ..errors import CancelledError, EngineRoomError
 from ..progress import CancelToken, Progress
 from ..status import status
@@ -19,6 +21,12 @@ INTRODUCTION = (
     "serves every checkpoint and LoRA of this kind, at any strength. Engines are built in the "
     "background; until one is ready, and wherever none can help, pictures come as always."
 )
+
+
+def copyable(textbox: Any) -> dict[str, bool]:
+    """The argument for a copy button, where this gradio has one."""
+    known = inspect.signature(textbox.__init__).parameters
+    return {"show_copy_button": True} if "show_copy_button" in known else {}
 
 
 class Tab:
@@ -51,11 +59,16 @@ class Tab:
                 delete = gr.Button("Delete engine", elem_id="engine_room_delete")
                 refresh = gr.Button("Refresh", elem_id="engine_room_refresh")
             install = gr.Button(
-                "Install TensorRT-RTX into the extension's private folder (up to 1 GB)",
+                "Install TensorRT into the extension's private folder (up to 1 GB)",
                 elem_id="engine_room_install",
             )
-            report = gr.Textbox(label="Everything a bug report needs", lines=4)
-            doctor = gr.Button("Make a report", elem_id="engine_room_doctor")
+            report = gr.Textbox(
+                label="Everything a bug report needs",
+                lines=4,
+                elem_id="engine_room_report",
+                **copyable(gr.Textbox),
+            )
+            doctor = gr.Button("Doctor: examine this machine", elem_id="engine_room_doctor")
             shown = [headline, engines, chosen]
             build.click(self.run_build, shape, [progress, *shown])
             cancel.click(self.cancel, None, progress)
@@ -154,10 +167,8 @@ class Tab:
 
     def run_install(self) -> Iterator[str]:
         """Download what is missing; the host's own packages are not touched."""
-        import torch
-
         room = self.host.room()
-        room.install("tensorrt_rtx", torch.version.cuda)
+        room.install()
         while room.installing:
             yield facts.progress_html(None, room.installing)
             time.sleep(POLL_SECONDS)
@@ -175,6 +186,9 @@ class Tab:
                 text = str(error)
         return [facts.progress_html(None, text), *self.refresh()]
 
-    def report(self) -> str:
-        """The status as text."""
-        return json.dumps(status(self.host.room(), self.host.device()), indent=1)
+    def report(self) -> Iterator[str]:
+        """What the doctor says, then the status as JSON."""
+        yield "Examining this machine; a test engine takes some seconds ..."
+        room, device = self.host.room(), self.host.device()
+        found = diagnose(room.library, device, host=self.host.facts())
+        yield "\n".join([*found.lines, "", json.dumps(status(room, device), indent=1)])

@@ -42,8 +42,32 @@ class Panel {
     this.body = element("div", "", root);
     this.note = element("p", "", root);
     this.note.setAttribute("role", "status");
+    this.doctor();
     this.refresh();
     this.timer = setInterval(() => this.tick(), REFRESH_MS);
+  }
+
+  doctor() {
+    const report = document.createElement("textarea");
+    report.readOnly = true;
+    report.hidden = true;
+    report.rows = 14;
+    report.style.width = "100%";
+    report.setAttribute("aria-label", "What the doctor found");
+    const start = element("button", "Doctor: examine this machine", this.root);
+    start.onclick = async () => {
+      start.disabled = true;
+      report.hidden = false;
+      report.value = "Examining; a test engine takes some seconds ...";
+      try {
+        report.value = (await post("doctor")).lines.join("\n");
+      } catch (error) {
+        report.value = `The doctor does not answer: ${error.message}`;
+      }
+      start.disabled = false;
+      report.select();
+    };
+    this.root.append(report);
   }
 
   tick() {
@@ -75,7 +99,7 @@ class Panel {
     }
     const missing = !Object.keys(status.backends).some((name) => name.startsWith("tensorrt"));
     if (missing && status.gpu !== "CPU" && !status.installing) {
-      this.button(view, "Install TensorRT-RTX (up to 1 GB)", () => post("install"));
+      this.button(view, "Install TensorRT (up to 1 GB)", () => post("install"));
     }
     this.list(view, "By the host", status.reasons.map((r) => `${r.count}: ${r.text}`));
     this.list(view, "Being made ready", status.wanted);

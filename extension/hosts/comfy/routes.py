@@ -25,6 +25,7 @@ def register() -> None:
     routes.post(f"{BASE}/retry")(retry)
     routes.post(f"{BASE}/cancel")(cancel)
     routes.post(f"{BASE}/install")(install)
+    routes.post(f"{BASE}/doctor")(doctor)
 
 
 async def show(request: Any) -> Any:
@@ -33,15 +34,19 @@ async def show(request: Any) -> Any:
 
 
 def _status() -> dict[str, Any]:
-    import comfy.model_management
-    import torch
-
     from ...status import status
     from .routing import room
 
+    return status(room(), _place())
+
+
+def _place() -> str:
+    """Where the host draws, as engines name it."""
+    import comfy.model_management
+    import torch
+
     device = torch.device(comfy.model_management.get_torch_device())
-    place = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
-    return status(room(), place)
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
 
 
 async def remove(request: Any) -> Any:
@@ -80,13 +85,24 @@ async def cancel(request: Any) -> Any:
 
 
 async def install(request: Any) -> Any:
-    """Fill the private folder with TensorRT-RTX; the host's packages are not touched."""
-    import torch
-
+    """Fill the private folder with TensorRT; the host's packages are not touched."""
     from .routing import room
 
-    room().install("tensorrt_rtx", torch.version.cuda)
+    room().install()
     return web.json_response({"installing": room().installing})
+
+
+async def doctor(request: Any) -> Any:
+    """Examine this machine: a test engine is built, which takes some seconds."""
+
+    def work() -> dict[str, Any]:
+        from ...doctor import diagnose
+        from .hooks import facts
+        from .routing import room
+
+        return diagnose(room().library, _place(), host=facts()).to_json()
+
+    return web.json_response(await asyncio.to_thread(work))
 
 
 def _refuse(error: EngineRoomError, code: int) -> Any:

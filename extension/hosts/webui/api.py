@@ -9,6 +9,7 @@ from typing import Any
 
 from modules import devices, shared
 
+from ...doctor import diagnose
 from ...errors import EngineRoomError, LibraryError
 from ...key import check_stem
 from ...status import status
@@ -22,6 +23,7 @@ def add_routes(demo: Any, app: Any) -> None:
     """For ``on_app_started``."""
     app.add_api_route(f"{BASE}/status", _guarded(show), methods=["GET"])
     app.add_api_route(f"{BASE}/remove", _guarded(remove), methods=["POST"])
+    app.add_api_route(f"{BASE}/doctor", _guarded(doctor), methods=["POST"])
 
 
 def place() -> str:
@@ -42,6 +44,13 @@ def remove(body: Any) -> dict[str, Any]:
     stem = check_stem(body.get("id", ""))
     room().pool.remove(stem)
     return {"freed": room().library.remove(stem)}
+
+
+def doctor(body: Any) -> dict[str, Any]:
+    """Examine this machine: a test engine is built, which takes some seconds."""
+    from .hooks import facts
+
+    return diagnose(room().library, place(), host=facts()).to_json()
 
 
 def allowed(app: Any, headers: Any, cookies: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from modules import devices, paths, shared
 from torch import Tensor
 
+from ...doctor import HostFacts
 from ...errors import EngineRoomError, SettingError
 from ...files import child_folder
 from ...log import logger
@@ -20,7 +21,7 @@ from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
 from ...tiers import Job
-from . import api, room
+from . import api, hooks, room
 
 
 class WebuiHost:
@@ -41,6 +42,10 @@ class WebuiHost:
         """The loaded checkpoint."""
         info = getattr(_loaded(), "sd_checkpoint_info", None)
         return str(getattr(info, "title", "") or "")
+
+    def facts(self) -> HostFacts:
+        """Version, hooks, and other extensions."""
+        return hooks.facts()
 
     def job(self, shape: Shape) -> Job:
         """The engine job for the loaded model.
