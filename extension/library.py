@@ -24,6 +24,7 @@ from .files import (
 from .key import STEM, EngineKey, check_stem, host_platform
 from .log import logger
 from .manifest import Manifest, UnknownFormatError, read_json, read_manifest
+from .unet import EMITTER_VERSION
 
 SUFFIXES = (".json", ".state.json", ".cal.safetensors", ".lock", ".engine")
 
@@ -282,6 +283,8 @@ def _judge(
         return State.UNVERIFIED, "not looked at on any machine"
     if key.platform != machine.platform:
         return State.OTHER_GPU, f"made for {key.platform}; this is {machine.platform}"
+    if key.emitter != EMITTER_VERSION:
+        return State.OUTDATED, "made by another version of Engine Room; it is built again on demand"
     if machine.capability not in key.capabilities:
         made_for = ", ".join(key.capabilities)
         return State.OTHER_GPU, f"made for {made_for}; this is {machine.gpu} ({machine.capability})"

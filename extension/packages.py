@@ -147,7 +147,7 @@ def _pip(
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         if done.returncode:
-            raise _refused(packages, into, done.stderr, wheels)
+            raise _refused(packages, done.stderr, wheels)
         target = name(temporary)
         replace_file(temporary, target)
     finally:
@@ -155,15 +155,13 @@ def _pip(
     return target
 
 
-def _refused(
-    packages: Sequence[str], into: Path, stderr: str, wheels: Path | None
-) -> MissingPackageError:
+def _refused(packages: Sequence[str], stderr: str, wheels: Path | None) -> MissingPackageError:
     lines = [line for line in stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
     names = " ".join(name for name in packages if not name.startswith("-"))
     source = f"in '{wheels}'" if wheels else "from the package index (is this computer online?)"
     return MissingPackageError(
         f"{names} could not be installed {source}: {lines[0].removeprefix('ERROR: ')[:200]}",
-        hint=f"Repeat it in a terminal: {install_command()} - or, without a network, add "
-        f"--wheels and a folder filled elsewhere by: pip download {names}",
+        hint=f"Repeat it in a terminal: {install_command()} - or, without a network, add --wheels "
+        f"and a folder that was filled elsewhere by: pip download {' '.join(packages)}",
         details={"stderr": stderr[-4000:]},
     )

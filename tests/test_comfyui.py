@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -301,6 +303,7 @@ def test_two_prompts_in_the_queue(server):
 
 
 def test_remove_takes_ids_only(server):
+    draw(server, policy=WAIT)
     for body in ({}, {"id": "../../etc/passwd"}, {"id": 3}, [], {"id": "0" * 16}):
         code, answer = server.post("/engine_room/remove", body)
         assert code in (400, 404)
@@ -311,6 +314,33 @@ def test_remove_takes_ids_only(server):
     assert answer["freed"] > 1000
     stems = [item["id"] for item in server.get("/engine_room/status")["engines"]]
     assert engine["id"] not in stems
+
+
+ACTIONS = ("remove", "retry", "cancel", "install", "doctor")
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_action_by_get_or_from_another_origin(server, action):
+    """Without a preflight a page elsewhere can send a GET, or a POST that is no JSON."""
+    url = f"{server.url}/engine_room/{action}"
+    for data, headers, code in (
+        (None, {}, (404, 405)),
+        (b'{"id": "0"}', {"Content-Type": "text/plain"}, (415,)),
+        (b"id=0", {"Content-Type": "application/x-www-form-urlencoded"}, (415,)),
+    ):
+        request = urllib.request.Request(url, data, headers)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=60)
+        assert caught.value.code in code
+
+
+def test_the_doctor(server):
+    code, found = server.post("/engine_room/doctor", {})
+    assert code == 200
+    assert set(found["facts"]["hooks"].values()) == {True}
+    assert found["facts"]["host"].startswith("ComfyUI 0.")
+    assert found["facts"]["onnxruntime"].endswith("ran it: right")
+    assert found["lines"][-1] == "all good", found["todo"]
 
 
 def test_engines_of_an_earlier_start_serve_at_once(server):

@@ -158,6 +158,16 @@ def test_engines_for_elsewhere(library, machine, state, words):
     assert words in entry.text
 
 
+def test_an_engine_of_an_older_emitter_is_outdated_and_built_again(library):
+    older = replace(KEY, emitter=KEY.emitter - 1)
+    entry = publish(library, older)
+    found = library.entry(entry.stem, HERE)
+    assert found.state is State.OUTDATED
+    assert "built again" in found.text
+    assert library.find(replace(KEY, io_dtype="bf16")) is None
+    assert library.find(older, HERE) is None
+
+
 def damaged(path, data):
     path.write_bytes(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from extension import packages
-from extension.errors import MissingPackageError, OutputError
+from extension.driver import gpus
+from extension.errors import (
+    MissingPackageError,
+    OutputError,
+    SettingError,
+    UnsupportedMachineError,
+)
 from extension.kernel_cache import KernelCache
+from tests.support_gradio import PINS, gradio_environment, snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,6 +81,104 @@ def test_the_worker_and_the_host_use_it_and_nothing_else(filled, tmp_path):
     )
     assert out.returncode == 0, out.stderr[-1500:]
     assert out.stdout.strip().startswith(str(filled))
+
+
+PINNED = """
+import sys
+sys.path.insert(0, {root!r})
+import gradio, google.protobuf, numpy
+from tests.test_tiers import *
+manager = TierManager(Library({folder!r}), EnginePool())
+assert manager.provide(JOB), manager.failed
+import onnxruntime
+assert onnxruntime.__file__.startswith({private!r}), onnxruntime.__file__
+assert "onnx" not in sys.modules
+print(gradio.__version__, google.protobuf.__version__, numpy.__version__)
+"""
+
+
+@pytest.mark.parametrize("version", list(PINS))
+def test_a_host_with_its_pins_stays_as_it_is(version, tmp_path):
+    """Protobuf 3.20.0 and numpy 1.26.2, as A1111 and Forge pin them, do not notice us."""
+    python, private = gradio_environment(version), tmp_path / "packages"
+    before = snapshot(python)
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", packages.VARIABLE: str(private)}
+    command = [python, ROOT / "extension", "install", "onnxruntime"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-1500:]
+    code = PINNED.format(root=str(ROOT), folder=str(tmp_path / "l"), private=str(private))
+    out = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path
+    )
+    assert out.returncode == 0, out.stderr[-1500:]
+    assert out.stdout.split() == [version, "3.20.0", "1.26.2"]
+    assert snapshot(python) == before
+
+
+OFFLINE = {
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_FIND_LINKS": "",
+    "PIP_RETRIES": "0",
+    "PIP_NO_CACHE_DIR": "1",
+}
+
+
+def test_offline_is_one_sentence_with_the_command(tmp_path):
+    command = [sys.executable, ROOT / "extension", "install", "onnxruntime", "--into", tmp_path]
+    env = {**os.environ, **OFFLINE}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == MissingPackageError.exit_code
+    error, hint = done.stderr.strip().splitlines()[-2:]
+    assert "is this computer online?" in error
+    assert f'"{ROOT / "extension"}" install' in hint
+    assert "--wheels" in hint
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wheels_from_a_folder_need_no_network(tmp_path, filled):
+    wheels = tmp_path / "wheels"
+    for flags, name in ((["--no-deps"], "onnxruntime"), ([], "onnx")):
+        command = [sys.executable, "-m", "pip", "download", "-q", *flags, "-d", wheels, name]
+        subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, ROOT / "extension", "install", "onnxruntime", "--into"]
+    command += [tmp_path / "p", "--wheels", wheels]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **OFFLINE})
+    assert done.returncode == 0, done.stderr[-1500:]
+    names = {path.name for path in filled.iterdir()}
+    assert {path.name for path in (tmp_path / "p").iterdir()} == names
+
+
+def test_a_private_folder_that_is_read_only(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("extension.files.tempfile.mkdtemp", refuse)
+    with pytest.raises(OutputError, match="read-only") as caught:
+        packages.install("onnxruntime", tmp_path, cuda=13)
+    assert str(tmp_path) in caught.value.message
+
+
+@pytest.mark.parametrize("arguments", [["--wheels", "nowhere"], []])
+def test_settings_that_cannot_be(tmp_path, arguments, monkeypatch):
+    monkeypatch.delenv(packages.VARIABLE, raising=False)
+    into = ["--into", str(tmp_path)] if arguments else []
+    command = [sys.executable, ROOT / "extension", "install", "onnxruntime", *into, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == SettingError.exit_code
+    assert "Give" in done.stderr
+
+
+def test_no_gpu_is_said_before_anything_is_downloaded(tmp_path):
+    if gpus():
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, ROOT / "extension", "install", "--into", tmp_path / "p"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == UnsupportedMachineError.exit_code
+    assert "No NVIDIA" in done.stderr
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_failure_names_the_command_and_leaves_nothing(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -160,12 +162,35 @@ def test_an_infotext_draws_the_same_without_us(host):
 
 
 def test_routes_take_ids_only(host):
+    host.draw("wait")
     engines = host.get("/engine-room/status")["engines"]
     assert engines
     assert host.post("/engine-room/remove", {"id": engines[0]["id"]})["freed"] > 1000
     for body in ({"id": "../../etc/passwd"}, {}, []):
         with pytest.raises(AssertionError, match="engine"):
             host.post("/engine-room/remove", body)
+
+
+@pytest.mark.parametrize("action", ["remove", "doctor"])
+def test_no_action_by_get_or_from_another_origin(host, action):
+    """Without a preflight a page elsewhere can send a GET, or a POST that is no JSON."""
+    url = f"{host.url}/engine-room/{action}"
+    for data, headers, code in (
+        (None, {}, (404, 405)),
+        (b'{"id": "0"}', {"Content-Type": "text/plain"}, (415,)),
+    ):
+        request = urllib.request.Request(url, data, headers)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=60)
+        assert caught.value.code in code
+
+
+def test_the_doctor(host):
+    found = host.post("/engine-room/doctor", {})
+    assert set(found["facts"]["hooks"].values()) == {True}, found["facts"]["hooks"]
+    assert found["facts"]["onnxruntime"].endswith("ran it: right")
+    assert found["lines"][-1] == "all good", found["todo"]
+    print("\n".join(found["lines"]))
 
 
 def test_the_log_is_quiet(host):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 from server import PromptServer
 
-from ...errors import EngineRoomError, LibraryError
+from ...errors import EngineRoomError, LibraryError, SettingError
 from ...key import check_stem
 
 BASE = "/engine_room"
+Action = Callable[[Any], Awaitable[Any]]
 
 
 def register() -> None:
@@ -21,11 +23,19 @@ def register() -> None:
         return
     routes = PromptServer.instance.routes
     routes.get(f"{BASE}/status")(show)
-    routes.post(f"{BASE}/remove")(remove)
-    routes.post(f"{BASE}/retry")(retry)
-    routes.post(f"{BASE}/cancel")(cancel)
-    routes.post(f"{BASE}/install")(install)
-    routes.post(f"{BASE}/doctor")(doctor)
+    for action in (remove, retry, cancel, install, doctor):
+        routes.post(f"{BASE}/{action.__name__}")(_json_only(action))
+
+
+def _json_only(action: Action) -> Action:
+    """Refuse what a page of another origin can send without the host's consent (no preflight)."""
+
+    async def handle(request: Any) -> Any:
+        if request.content_type != "application/json":
+            return _refuse(SettingError("The request must be JSON."), 415)
+        return await action(request)
+
+    return handle
 
 
 async def show(request: Any) -> Any:

@@ -84,6 +84,10 @@ def _guarded(action: Any) -> Any:
     async def handle(request: Request) -> JSONResponse:
         if not allowed(request.app, request.headers, request.cookies):
             return JSONResponse({"error": "not authenticated"}, status_code=401)
+        # JSON needs a preflight, which the host answers; other forms cross origins without one.
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            return JSONResponse({"error": "the request must be JSON"}, status_code=415)
         try:
             body = await request.json() if request.method == "POST" else None
             return JSONResponse(await run_in_threadpool(action, body))
