@@ -94,6 +94,10 @@ class Library:
         """Where its changing facts lie."""
         return self.folder / f"{check_stem(stem)}.state.json"
 
+    def calibration_path(self, stem: str) -> Path:
+        """Where the references of a baked engine lie."""
+        return self.folder / f"{check_stem(stem)}.cal.safetensors"
+
     @contextlib.contextmanager
     def lock(self, stem: str, *, wait: float = -1) -> Iterator[None]:
         """Hold the engine's lock against every other process and thread."""

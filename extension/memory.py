@@ -20,3 +20,9 @@ def hwc8_bytes(arch: Architecture) -> int:
     """Bytes of copies of all 3x3 convolution weights in a 16-bit precision."""
     shapes = arch.parameters().values()
     return sum(2 * torch.Size(s).numel() for s in shapes if len(s) == 4 and s[2] == 3)
+
+
+def parameter_bytes(arch: Architecture, dtype: str) -> int:
+    """Bytes of all parameters in a precision."""
+    count = sum(torch.Size(shape).numel() for shape in arch.parameters().values())
+    return count * (4 if dtype == "fp32" else 2)

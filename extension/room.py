@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,21 @@ from torch import Tensor, nn
 from . import packages
 from .architecture import Architecture
 from .backend_choice import choose, surroundings
+from .baking import LiveFingerprint
 from .errors import CancelledError, EngineRoomError, UnsupportedModelError
-from .library import Library
+from .library import Entry, Library, State
 from .live import LiveWeights, live_architecture
 from .log import logger
-from .machine import backend_versions
+from .machine import backend_versions, machine_of
 from .pool import EnginePool
 from .progress import CancelToken, Progress
-from .routed import RoutedUNet
+from .routed import DTYPE_NAMES, RoutedUNet
 from .router import Call, Counters, Host, Reason
-from .tiers import Event, TierManager, TierSettings
+from .serving import Target
+from .tiers import Event, Job, TierManager, TierSettings
+
+LOG_LINES = 300
+MODES = {"auto": ("shared", "baked"), "shared": ("shared",), "baked": ("baked",)}
 
 
 class ServedModel:
@@ -30,12 +37,14 @@ class ServedModel:
 
     Attributes:
         refusal: why no engine can ever serve it, in words; empty where one can.
+        tier: engines that may serve it: ``auto``, ``shared`` or ``baked``.
     """
 
     def __init__(self, room: Room, unet: nn.Module, resize: str) -> None:
         self._room = room
         self.refusal = ""
         self.policy = ""
+        self.tier = "auto"
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.cancel: CancelToken | None = None
         self._checked: Hashable = object()
@@ -48,6 +57,8 @@ class ServedModel:
             logger.info("No engine for this model: %s", error)
             return
         self.weights = LiveWeights(unet, self.arch)
+        self._fingerprint = LiveFingerprint(self.weights)
+        self._baked: list[Entry] = []
         self.routed = RoutedUNet(
             self.arch,
             self.weights,
@@ -68,10 +79,13 @@ class ServedModel:
         if epoch != self._checked:
             self.weights.refresh()
             self._problem, self._checked = self.weights.problem(x.device), epoch
+            self._baked = self._room.baked(self.require(), x)
         if self._problem:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
-        self.routed.set_weights(self.weights, epoch=epoch)
+        fingerprint = self._find_baked(x, epoch) if self.tier != "shared" else None
+        self.routed.modes = MODES[self.tier]
+        self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
         return self.routed.serve(x, *args, features=features)
 
     def require(self) -> Architecture:
@@ -80,7 +94,19 @@ class ServedModel:
             raise UnsupportedModelError(self.refusal)
         return self.arch
 
+    def _find_baked(self, x: Tensor, epoch: Hashable) -> str | None:
+        """The fingerprint of the weights, where an engine may hold them; it is then loaded."""
+        if not self._baked:
+            return None
+        found = self._fingerprint.get(epoch, x.dtype)
+        for entry in self._baked:
+            if entry.key.fingerprint == found:
+                self._room.want_baked(self.require(), entry, x)
+        return found
+
     def _miss(self, call: Call, answer: Host) -> bool:
+        if self.tier == "baked":
+            return False
         assert self.arch is not None
         return self._room.tiers.miss(
             self.arch, call, policy=self.policy, on_progress=self.on_progress, cancel=self.cancel
@@ -100,6 +126,7 @@ class Room:
 
     Attributes:
         events: the last thing that happened to each wanted engine, by stem.
+        lines: a log for people.
         installing, installed: how far an installation is, and how the last one ended.
     """
 
@@ -109,6 +136,7 @@ class Room:
         self.pool = EnginePool()
         self.counters = Counters()
         self.events: dict[str, Event] = {}
+        self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self.installing = self.installed = ""
         self.tiers = TierManager(self.library, self.pool, settings, on_event=self._note)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
@@ -128,6 +156,33 @@ class Room:
         """Every model that is alive."""
         with self._lock:
             return list(self._models.values())
+
+    def baked(self, arch: Architecture, x: Tensor) -> list[Entry]:
+        """Baked engines for calls like ``x`` whose weights may be those of the model."""
+        return [
+            entry
+            for entry in self.library.entries(machine_of(str(x.device)))
+            if entry.state in (State.READY, State.UNVERIFIED)
+            and entry.key.weights == "baked"
+            and entry.key.io_dtype == DTYPE_NAMES.get(x.dtype)
+            and entry.key.architecture == arch.for_shape(entry.key.shape).id
+        ]
+
+    def want_baked(self, arch: Architecture, entry: Entry, x: Tensor) -> None:
+        """Load a baked engine in the background, unless it is there, on its way, or failed."""
+        stem = entry.stem
+        loaded = any(candidate.stem == stem for candidate in self.pool.candidates())
+        if loaded or stem in self.tiers.failed or stem in self.tiers.wanted:
+            return
+        key = entry.key
+        target = Target(
+            device=str(x.device),
+            backend=key.backend,
+            dtype=key.io_dtype,
+            capabilities=key.capabilities,
+        )
+        job = Job(arch=arch, shape=key.shape, target=target, fingerprint=key.fingerprint)
+        self.tiers.want(job)
 
     def install(self) -> None:
         """Fill the private folder in the background; ``installing`` tells how it goes."""
@@ -155,9 +210,21 @@ class Room:
 
     def _say(self, text: str) -> None:
         self.installing = text
+        self.tell(text)
 
     def _note(self, event: Event) -> None:
+        last = self.events.get(event.stem)
         self.events[event.stem] = event
+        phase = event.progress.phase if event.progress else ""
+        if last is None or (last.kind, last.progress and last.progress.phase) != (
+            event.kind,
+            event.progress and phase,
+        ):
+            self.tell(": ".join(filter(None, (event.label, event.kind, phase or event.text))))
+
+    def tell(self, text: str) -> None:
+        """Add a line to the log that user interfaces show."""
+        self.lines.append(f"{time.strftime('%H:%M:%S')} {text}")
 
     def close(self) -> None:
         """Release every engine and stop building."""

@@ -19,7 +19,14 @@ from .shapes import Shape
 from .unet import Control
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
-MISSING = (Reason.NO_ENGINE, Reason.SIZE, Reason.PRECISION, Reason.TOKENS, Reason.CONTROL)
+MISSING = (
+    Reason.NO_ENGINE,
+    Reason.SIZE,
+    Reason.PRECISION,
+    Reason.TOKENS,
+    Reason.CONTROL,
+    Reason.WEIGHTS,
+)
 UNetCall = Callable[..., Tensor]
 
 
@@ -55,6 +62,7 @@ class RoutedUNet:
         self.last_binding: BindingReport | None = None
         self.pool = pool or EnginePool()
         self._on_miss = on_miss
+        self.modes: tuple[str, ...] = ("shared", "baked")
         self._identity = object()
         self.set_weights(weights, epoch=epoch, fingerprint=fingerprint)
 
@@ -92,6 +100,7 @@ class RoutedUNet:
             features=tuple(features),
             epoch=self.epoch,
             fingerprint=self.fingerprint,
+            modes=self.modes,
         )
 
     def __call__(

@@ -20,7 +20,6 @@ CALL_OVERHEAD_ROWS = 0.25
 class Reason(Enum):
     """Why the host serves a call; the value is the stable code."""
 
-    DISABLED = "disabled"
     NO_ENGINE = "no-engine"
     SIZE = "size"
     TOKENS = "tokens"
@@ -48,6 +47,7 @@ class Call:
         features: names of active features that touch the UNet and that no engine computes.
         epoch: the weights epoch: changes whenever weights may have changed.
         fingerprint: content fingerprint of the weights in this epoch, if it is known already.
+        modes: which engines may serve: ``shared``, ``baked``, or both.
     """
 
     architecture: str
@@ -57,6 +57,7 @@ class Call:
     features: tuple[str, ...] = ()
     epoch: Hashable = None
     fingerprint: str | None = None
+    modes: tuple[str, ...] = ("shared", "baked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def route(call: Call, candidates: Iterable[Candidate]) -> Plan | Host:
     if call.features:
         names = ", ".join(call.features)
         return Host(reason=Reason.FEATURE, text=f"active in the UNet: {names}")
-    left = list(candidates)
+    left = [candidate for candidate in candidates if candidate.weights in call.modes]
     for rule in _rules(call):
         kept = [candidate for candidate in left if rule.keeps(candidate)]
         if not kept:

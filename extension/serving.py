@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -12,18 +11,16 @@ import torch
 from torch import Tensor
 
 from .architecture import Architecture
-from .building import PAIR_PREFIX, BuildRequest, build_engine
+from .building import BuildRequest, build_engine
+from .calibration import check_calibrated
 from .engine import get_backend
 from .engine.interface import Engine
 from .errors import EngineError, EngineRoomError, SettingError
-from .files import ensure_folder, temporary_folder
 from .jobs import Limits, WorkerSetup, run_job
 from .kernel_cache import KernelCache
 from .key import EngineKey
 from .library import Entry, Library, Machine, State
 from .machine import CPU_BACKEND, RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
-from .model import LoraChoice, Model
-from .onnx_export import export_pair
 from .ops_torch import TorchUNet
 from .packages import worker_folders
 from .parity import ParityResult, check
@@ -114,35 +111,6 @@ def build_shared(
     return build_engine(library, request, on_progress=on_progress, cancel=cancel)
 
 
-def build_baked(
-    library: Library,
-    model: Model,
-    loras: Sequence[LoraChoice],
-    shape: Shape,
-    target: Target,
-    *,
-    on_progress: ProgressSink = lambda progress: None,
-    cancel: CancelToken | None = None,
-) -> Entry:
-    """The engine with the merged weights frozen in; they are exported first."""
-    arch, weights = model.architecture, model.merged(loras, target.torch_dtype)
-    folder = temporary_folder(ensure_folder(library.folder), PAIR_PREFIX)
-    try:
-        pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
-        label = f"{arch.label}, {shape.label}, {target.dtype}, baked: {model.checkpoint.path.name}"
-        request = BuildRequest(
-            key=target.key(arch, shape, fingerprint=pair.fingerprint),
-            architecture=arch,
-            label=label,
-            pair=folder,
-            source=model.origin(loras),
-            model={"prediction": model.checkpoint.prediction_type() or "eps"},
-        )
-        return build_engine(library, request, on_progress=on_progress, cancel=cancel)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
     """Load an engine's verified bytes on the target's device, with the kernels of past starts.
 
@@ -197,10 +165,20 @@ def verify(
     *,
     pause: Callable[[], None] = lambda: None,
 ) -> ParityResult:
-    """Compare with the reference on this machine, and record the figures; see ``check``."""
+    """Compare with the reference on this machine, and record the figures; see ``check``.
+
+    A baked engine without its ``weights`` at hand is compared with the references beside it.
+
+    Raises:
+        EngineError: the weights cannot be bound, or there are no references.
+    """
     key = entry.key
     dtype, device = key.io_dtype, target.device
-    result = check(engine, arch, key.shape, weights, dtype=dtype, device=device, pause=pause)
+    if key.weights == "baked" and weights is None:
+        references = library.calibration_path(entry.stem)
+        result = check_calibrated(engine, references, device=device, pause=pause)
+    else:
+        result = check(engine, arch, key.shape, weights, dtype=dtype, device=device, pause=pause)
     library.add_parity(
         entry.stem,
         {

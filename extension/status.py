@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from . import __version__
 from .machine import machine_of
 from .room import Room
 from .serving import facts
+from .speed import recorded
 
 
 def status(room: Room, device: str) -> dict[str, Any]:
@@ -30,13 +32,21 @@ def status(room: Room, device: str) -> dict[str, Any]:
         "wanted": room.tiers.wanted,
         "failed": dict(room.tiers.failed),
         "memory_bytes": room.pool.nbytes,
+        "log": list(room.lines),
         "engines": [
-            {**facts(entry), "loaded": entry.stem in loaded, **_use(entry.changing)}
+            {
+                **facts(entry),
+                "loaded": entry.stem in loaded,
+                **_use(entry.changing, machine.gpu),
+            }
             for entry in room.library.entries(machine)
         ],
     }
 
 
-def _use(changing: Any) -> dict[str, Any]:
-    used = changing.get("last_used")
-    return {"last_used": used if isinstance(used, int | float | str) else None}
+def _use(changing: Mapping[str, Any], gpu: str) -> dict[str, Any]:
+    used, speed = changing.get("last_used"), recorded(changing, gpu)
+    return {
+        "last_used": used if isinstance(used, int | float | str) else None,
+        "speed": speed.ratio if speed else None,
+    }

@@ -7,22 +7,21 @@ weights, in a thread of its own, and only then offered to the router.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
+from . import threads
 from .architecture import Architecture
 from .binding import TORCH_DTYPES
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine
 from .engine.interface import check_choice
-from .errors import CancelledError, EngineRoomError, SettingError
+from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
 from .key import EngineKey
 from .library import Entry, Library, State
 from .log import logger
@@ -35,9 +34,7 @@ from .shapes import Shape
 
 POLICIES = ("background", "wait", "never")
 HEADROOM = 1.1
-EXIT_SECONDS = 20.0
-
-_alive: weakref.WeakSet[TierManager] = weakref.WeakSet()
+CLOSE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +60,16 @@ class TierSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An engine that is wanted: for this architecture and shape, where, in which precision."""
+    """An engine that is wanted: for this architecture and shape, where, in which precision.
+
+    Attributes:
+        fingerprint: of the weights baked into it; empty for a shared engine.
+    """
 
     arch: Architecture
     shape: Shape
     target: Target
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,6 @@ class TierManager:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()
-        _alive.add(self)
 
     def miss(
         self,
@@ -159,6 +160,8 @@ class TierManager:
 
     def key(self, job: Job) -> EngineKey:
         """Key of the engine for a job: with copies of 3x3 weights only where memory allows."""
+        if job.fingerprint:
+            return job.target.key(job.arch, job.shape, fingerprint=job.fingerprint)
         copied = job.target.key(job.arch, job.shape)
         if copied.conv3x3_format == "linear":
             return copied
@@ -170,12 +173,12 @@ class TierManager:
         room = free_bytes(job.target.device)
         return copied if room > HEADROOM * hwc8_bytes(job.arch) else bound
 
-    def expected_seconds(self, job: Job) -> float:
+    def expected_seconds(self, job: Job, *, baked: bool = False) -> float:
         """What a build will take, by past builds on this machine."""
         target = job.target
         count = len(job.arch.parameters())
-        history = BuildHistory(self.library.folder)
-        return history.expect(target.backend, "shared", count, len(target.capabilities))
+        history, mode = BuildHistory(self.library.folder), "baked" if baked else "shared"
+        return history.expect(target.backend, mode, count, len(target.capabilities))
 
     def want(self, job: Job) -> str:
         """Get an engine in the background; returns its stem."""
@@ -183,10 +186,7 @@ class TierManager:
         with self._changed:
             self._wanted.setdefault(stem, (job, CancelToken()))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="engine-room-tiers", daemon=True
-                )
-                self._thread.start()
+                self._thread = threads.start(self._work, name="tiers", stop=self.cancel)
         return stem
 
     def provide(
@@ -217,8 +217,7 @@ class TierManager:
             if self._is_loaded(key.stem):
                 return True
             try:
-                request = BuildRequest(key=key, architecture=job.arch, label=f"{label}, shared")
-                entry = build_engine(self.library, request, on_progress=show, cancel=cancel)
+                entry = self._entry(key, job, show, cancel)
                 tell("loading")
                 self._load(job, entry, cancel or CancelToken())
             except CancelledError:
@@ -236,6 +235,23 @@ class TierManager:
                 return False
         tell("ready")
         return True
+
+    def _entry(
+        self,
+        key: EngineKey,
+        job: Job,
+        show: Callable[[Progress], None],
+        cancel: CancelToken | None,
+    ) -> Entry:
+        """The engine on disk; a shared one is built where it is missing."""
+        if job.fingerprint:
+            present = self.library.find(key, job.target.machine)
+            if present is None:
+                raise LibraryError("The engine with these weights baked in is gone.")
+            return present
+        label = f"{job.arch.label}, {job.shape.label}, {job.target.dtype}, shared"
+        request = BuildRequest(key=key, architecture=job.arch, label=label)
+        return build_engine(self.library, request, on_progress=show, cancel=cancel)
 
     def _load(self, job: Job, entry: Entry, cancel: CancelToken) -> None:
         target, arch = job.target, job.arch
@@ -299,7 +315,7 @@ class TierManager:
             for _, cancel in self._wanted.values():
                 cancel.cancel()
 
-    def close(self, timeout: float = EXIT_SECONDS) -> None:
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Cancel everything and wait at most ``timeout`` seconds for the thread to end."""
         with self._changed:
             self.cancel()
@@ -312,13 +328,6 @@ class TierManager:
         self.failed.clear()
         self._jobs.clear()
         self.unable = ""
-
-
-@atexit.register
-def _close_all() -> None:
-    """At exit, Python ends daemon threads inside native code, which aborts the process."""
-    for manager in list(_alive):
-        manager.close()
 
 
 def target_of(call: Call) -> Target:

@@ -1,10 +1,12 @@
-"""Two thousand calls while engines come and go, weights change and builds are cancelled."""
+"""Two thousand calls while engines come and go, weights change and workers are killed."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from extension.routed import RoutedUNet
 from extension.shapes import Shape
 from extension.tiers import TierManager, TierSettings
 from tests.support_models import SMALL, control_of, random_inputs, random_weights, relative_l2
+from tests.test_jobs import workers
 
 ARCH = SMALL["two-levels"]
 CALLS = 2000
@@ -114,6 +117,10 @@ def disturb(rng, manager, step):
         manager.pool.release_weights()
     elif chance < 0.023:
         manager.cancel()
+        manager.retry()
+    elif chance < 0.026:
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
         manager.retry()
     if step % 250 == 0:
         manager.wait(60)

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..baking import bake_model
 from ..errors import LibraryError, SettingError
 from ..library import Entry, Library, State
 from ..model import Model
-from ..serving import build_baked, build_shared, facts, load_engine, verify
+from ..serving import build_shared, facts, load_engine, verify
 from . import common
 from .common import ProgressLine, Report
 
@@ -50,7 +51,7 @@ def build(args: argparse.Namespace) -> Report:
     with Model(args.checkpoint) as model:
         reports = model.reports(loras)
         if args.weights == "baked":
-            entry = build_baked(library, model, loras, shape, target, on_progress=progress)
+            entry = bake_model(library, model, loras, shape, target, on_progress=progress)
         else:
             entry = build_shared(library, model.architecture, shape, target, on_progress=progress)
     lines = [report.sentence for report in reports]

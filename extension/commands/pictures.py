@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..baking import bake_model
 from ..comparing import compare, draw
 from ..errors import SettingError
 from ..model import LoraChoice, Model
 from ..picture import save_png, side_by_side, tile, to_image
 from ..routed import RoutedUNet
 from ..sampler import PREDICTIONS, SAMPLERS, SCHEDULES, Conditioning, SampleSettings
-from ..serving import Target, build_baked, build_shared, host_unet, serve_with
+from ..serving import Target, build_shared, host_unet, serve_with
 from ..shapes import parse_pixels
 from . import common
 from .common import ProgressLine, Report
@@ -103,7 +104,7 @@ def routed(
         return RoutedUNet(arch, weights, host_unet(arch, weights, target))
     fingerprint = None
     if args.tier == "baked":
-        entry = build_baked(library, model, loras, shape, target, on_progress=progress)
+        entry = bake_model(library, model, loras, shape, target, on_progress=progress)
         fingerprint = entry.key.fingerprint
     else:
         entry = build_shared(library, model.architecture, shape, target, on_progress=progress)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from modules import paths, shared
+from modules import shared
 
 from ...errors import CancelledError
 from ...progress import CancelToken, Progress
@@ -24,8 +23,8 @@ def is_forge() -> bool:
 
 @lru_cache(maxsize=1)
 def room() -> Room:
-    """This process's room, over ``models/engine-room``."""
-    return Room(Path(paths.models_path) / "engine-room")
+    """This process's room, over the folder of the settings."""
+    return Room(settings.folder())
 
 
 def unloaded() -> None:
@@ -60,6 +59,8 @@ def serve(
     served: ServedModel, args: tuple[Any, ...], *, epoch: Hashable, features: list[str]
 ) -> Any:
     """One call through engines under the settings; None where the host must serve."""
-    progress = JobProgress()
+    progress, own = JobProgress(), room()
+    own.tiers.settings, own.pool.most = settings.tier_settings(), settings.engines_in_memory()
+    served.tier = settings.tier()
     served.policy, served.on_progress, served.cancel = settings.policy(), progress, progress.cancel
     return served.serve(*args, epoch=epoch, features=features)

@@ -2,32 +2,131 @@
 
 from __future__ import annotations
 
-from modules import shared
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from modules import paths, shared
+
+from ...tiers import TierSettings
 
 SECTION = ("engine_room", "Engine Room (TensorRT)")
 POLICIES = ["background", "wait", "never", "off"]
+TIERS = ["auto", "shared", "baked"]
+ENGINES_IN_MEMORY = (1, 32)
+CALLS = (1, 200)
+
+_forced: list[str] = []
 
 
 def register() -> None:
     """Add the page to the host's settings."""
     import gradio
 
-    shared.opts.add_option(
-        "engine_room_policy",
-        shared.OptionInfo(
-            "background",
-            "At a size that has no engine yet",
-            gradio.Radio,
-            {"choices": POLICIES},
-            section=SECTION,
-        ).info(
-            "background: build one while the host draws; wait: build it first; never: only use "
-            "what is there; off: always draw with the host"
-        ),
+    def add(name: str, default: Any, label: str, info: str, kind: Any = None, **args: Any) -> None:
+        option = shared.OptionInfo(default, label, kind, args or None, section=SECTION)
+        shared.opts.add_option(f"engine_room_{name}", option.info(info))
+
+    add(
+        "policy",
+        "background",
+        "At a size that has no engine yet",
+        "background: build one while the host draws; wait: build it first; never: only use what "
+        "is there; off: always draw with the host",
+        gradio.Radio,
+        choices=POLICIES,
+    )
+    add(
+        "tier",
+        "auto",
+        "Engines that may serve",
+        "auto: a baked engine where the loaded weights are those in it, else a shared one",
+        gradio.Radio,
+        choices=TIERS,
+    )
+    add(
+        "after_calls",
+        2,
+        "UNet calls of a size before its engine is built",
+        "more: sizes that are drawn once are not built for",
+        gradio.Slider,
+        minimum=CALLS[0],
+        maximum=CALLS[1],
+        step=1,
+    )
+    add(
+        "staging",
+        True,
+        "Copy convolution weights into the faster layout where VRAM allows",
+        "about 1.1 GB for SD1.5 and 0.7 GB for SDXL; engines without copies are a little slower",
+    )
+    add(
+        "most",
+        6,
+        "Engines kept in memory",
+        "the least recently used goes first",
+        gradio.Slider,
+        minimum=ENGINES_IN_MEMORY[0],
+        maximum=ENGINES_IN_MEMORY[1],
+        step=1,
+    )
+    add(
+        "folder",
+        "",
+        "Folder of engines",
+        "empty: models/engine-room; several hosts may share one; needs a restart",
     )
 
 
 def policy() -> str:
     """What to do at a size without an engine; ``off`` where nothing is to be routed."""
-    chosen = str(getattr(shared.opts, "engine_room_policy", "background"))
-    return chosen if chosen in POLICIES else "background"
+    return _forced[-1] if _forced else str(_choice("policy", POLICIES))
+
+
+def tier() -> str:
+    """Which engines may serve: ``auto``, ``shared`` or ``baked``."""
+    return str(_choice("tier", TIERS))
+
+
+def tier_settings() -> TierSettings:
+    """How engines come about."""
+    return TierSettings(
+        after_calls=_number("after_calls", 2, CALLS),
+        staging=bool(getattr(shared.opts, "engine_room_staging", True)),
+    )
+
+
+def engines_in_memory() -> int:
+    """How many engines stay loaded."""
+    return _number("most", 6, ENGINES_IN_MEMORY)
+
+
+def folder() -> Path:
+    """Where engines lie."""
+    chosen = str(getattr(shared.opts, "engine_room_folder", "") or "").strip()
+    return Path(chosen) if chosen else Path(paths.models_path) / "engine-room"
+
+
+@contextlib.contextmanager
+def forced(chosen: str) -> Iterator[None]:
+    """Another policy for the length of one job; hold the host's queue lock."""
+    _forced.append(chosen)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def _choice(name: str, choices: list[str]) -> str:
+    chosen = str(getattr(shared.opts, f"engine_room_{name}", choices[0]))
+    return chosen if chosen in choices else choices[0]
+
+
+def _number(name: str, default: int, limits: tuple[int, int]) -> int:
+    """A number that a user or a hand-edited settings file gave, within its limits."""
+    value = getattr(shared.opts, f"engine_room_{name}", default)
+    try:
+        return min(max(int(value), limits[0]), limits[1])
+    except (TypeError, ValueError, OverflowError):
+        return default

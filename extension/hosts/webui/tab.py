@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ from torch import Tensor
 
 from ...doctor import HostFacts
 from ...errors import EngineRoomError, SettingError
-from ...files import child_folder
 from ...log import logger
-from ...onnx_export import export_pair
-from ...progress import CancelToken, Progress
 from ...room import Room, ServedModel
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
 from ...tiers import Job
-from . import api, hooks, room
+from ...ui.drawing import DrawJob, Drawn
+from ...ui.facts import LiveModel
+from . import api, drawing, hooks, room
 
 
 class WebuiHost:
@@ -56,23 +56,25 @@ class WebuiHost:
         target = Target(device=self.device(), dtype=DTYPE_NAMES[_dtype()])
         return Job(arch=_served().require(), shape=shape, target=target)
 
-    def export(
-        self, name: str, on_progress: Callable[[Progress], None], cancel: CancelToken
-    ) -> str:
-        """Write the loaded model as its weights are now, LoRAs of the last picture included."""
-        folder = child_folder(Path(paths.models_path) / "engine-room" / "onnx", name)
+    def live(self) -> LiveModel:
+        """The loaded model as its weights are now, LoRAs of the last picture included."""
         served = _served()
-        arch = served.require()
-        export_pair(
-            _Copy(served.weights),
-            arch,
-            folder,
-            dtype="fp16",
-            origin={"checkpoint": self.checkpoint()},
-            on_progress=on_progress,
-            cancel=cancel,
+        return LiveModel(
+            arch=served.require(),
+            weights=_Copy(served.weights),
+            folder=Path(paths.models_path) / "engine-room" / "onnx",
+            source={"checkpoint": self.checkpoint()},
+            model={"prediction": str(getattr(_loaded(), "parameterization", "eps"))},
         )
-        return str(folder)
+
+    def loras(self) -> list[str]:
+        """Names of the LoRA files that the host knows."""
+        networks = sys.modules.get("networks")
+        return sorted(getattr(networks, "available_networks", {}))
+
+    def draw(self, job: DrawJob, *, engines: bool) -> Drawn:
+        """One picture through the host's own processing, with no other extension's script."""
+        return drawing.draw(job, engines=engines)
 
 
 class _Copy(Mapping[str, Tensor]):
