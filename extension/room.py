@@ -16,6 +16,7 @@ from . import packages
 from .architecture import Architecture
 from .backend_choice import choose, surroundings
 from .baking import LiveFingerprint
+from .binding import TORCH_DTYPES
 from .errors import CancelledError, EngineRoomError, UnsupportedModelError
 from .library import Entry, Library, State
 from .live import LiveWeights, live_architecture
@@ -38,6 +39,7 @@ class ServedModel:
     Attributes:
         refusal: why no engine can ever serve it, in words; empty where one can.
         tier: engines that may serve it: ``auto``, ``shared`` or ``baked``.
+        precision: of the engines; empty for the host's own.
     """
 
     def __init__(self, room: Room, unet: nn.Module, resize: str) -> None:
@@ -45,6 +47,7 @@ class ServedModel:
         self.refusal = ""
         self.policy = ""
         self.tier = "auto"
+        self.precision = ""
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.cancel: CancelToken | None = None
         self._checked: Hashable = object()
@@ -76,15 +79,19 @@ class ServedModel:
         """
         if self.refusal:
             return None
-        if epoch != self._checked:
+        precision = self.precision or DTYPE_NAMES.get(x.dtype, "")
+        if (epoch, precision) != self._checked:
             self.weights.refresh()
-            self._problem, self._checked = self.weights.problem(x.device), epoch
-            self._baked = self._room.baked(self.require(), x)
+            self._problem = self.weights.problem(x.device)
+            self._checked = (epoch, precision)
+            self._baked = self._room.baked(self.require(), str(x.device), precision)
         if self._problem:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
-        fingerprint = self._find_baked(x, epoch) if self.tier != "shared" else None
-        self.routed.modes = MODES[self.tier]
+        fingerprint = None
+        if self._baked and self.tier != "shared":
+            fingerprint = self._find_baked(str(x.device), precision, epoch)
+        self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
         return self.routed.serve(x, *args, features=features)
 
@@ -94,14 +101,12 @@ class ServedModel:
             raise UnsupportedModelError(self.refusal)
         return self.arch
 
-    def _find_baked(self, x: Tensor, epoch: Hashable) -> str | None:
-        """The fingerprint of the weights, where an engine may hold them; it is then loaded."""
-        if not self._baked:
-            return None
-        found = self._fingerprint.get(epoch, x.dtype)
+    def _find_baked(self, device: str, precision: str, epoch: Hashable) -> str | None:
+        """The fingerprint of the weights, once it is known; an engine that has it is loaded."""
+        found = self._fingerprint.get((epoch, precision), TORCH_DTYPES[precision])
         for entry in self._baked:
             if entry.key.fingerprint == found:
-                self._room.want_baked(self.require(), entry, x)
+                self._room.want_baked(self.require(), entry, device)
         return found
 
     def _miss(self, call: Call, answer: Host) -> bool:
@@ -157,32 +162,23 @@ class Room:
         with self._lock:
             return list(self._models.values())
 
-    def baked(self, arch: Architecture, x: Tensor) -> list[Entry]:
-        """Baked engines for calls like ``x`` whose weights may be those of the model."""
+    def baked(self, arch: Architecture, device: str, precision: str) -> list[Entry]:
+        """Baked engines that may hold the weights of a model of this architecture."""
         return [
             entry
-            for entry in self.library.entries(machine_of(str(x.device)))
+            for entry in self.library.entries(machine_of(device))
             if entry.state in (State.READY, State.UNVERIFIED)
             and entry.key.weights == "baked"
-            and entry.key.io_dtype == DTYPE_NAMES.get(x.dtype)
+            and entry.key.io_dtype == precision
             and entry.key.architecture == arch.for_shape(entry.key.shape).id
         ]
 
-    def want_baked(self, arch: Architecture, entry: Entry, x: Tensor) -> None:
+    def want_baked(self, arch: Architecture, entry: Entry, device: str) -> None:
         """Load a baked engine in the background, unless it is there, on its way, or failed."""
         stem = entry.stem
         loaded = any(candidate.stem == stem for candidate in self.pool.candidates())
-        if loaded or stem in self.tiers.failed or stem in self.tiers.wanted:
-            return
-        key = entry.key
-        target = Target(
-            device=str(x.device),
-            backend=key.backend,
-            dtype=key.io_dtype,
-            capabilities=key.capabilities,
-        )
-        job = Job(arch=arch, shape=key.shape, target=target, fingerprint=key.fingerprint)
-        self.tiers.want(job)
+        if not (loaded or stem in self.tiers.failed or stem in self.tiers.wanted):
+            self.tiers.want(baked_job(arch, entry, device))
 
     def install(self) -> None:
         """Fill the private folder in the background; ``installing`` tells how it goes."""
@@ -230,6 +226,18 @@ class Room:
         """Release every engine and stop building."""
         self.tiers.close()
         self.pool.close()
+
+
+def baked_job(arch: Architecture, entry: Entry, device: str) -> Job:
+    """The job that loads a baked engine on ``device``."""
+    key = entry.key
+    target = Target(
+        device=device,
+        backend=key.backend,
+        dtype=key.io_dtype,
+        capabilities=key.capabilities,
+    )
+    return Job(arch=arch, shape=key.shape, target=target, fingerprint=key.fingerprint)
 
 
 def attempt(serve: Callable[[], Tensor | None]) -> Tensor | None:

@@ -63,6 +63,7 @@ class RoutedUNet:
         self.pool = pool or EnginePool()
         self._on_miss = on_miss
         self.modes: tuple[str, ...] = ("shared", "baked")
+        self.precision = ""
         self._identity = object()
         self.set_weights(weights, epoch=epoch, fingerprint=fingerprint)
 
@@ -95,7 +96,7 @@ class RoutedUNet:
         return Call(
             architecture=self.arch.for_shape(shape).id,
             shape=shape,
-            dtype=DTYPE_NAMES.get(x.dtype, str(x.dtype)),
+            dtype=self.precision or DTYPE_NAMES.get(x.dtype, str(x.dtype)),
             device=str(x.device),
             features=tuple(features),
             epoch=self.epoch,

@@ -2,6 +2,7 @@
 
 from .build import EngineRoomBuild, EngineRoomExport
 from .compare import EngineRoomCompare
+from .load import EngineRoomLoad
 from .model import EngineRoomModel
 
 NODE_CLASS_MAPPINGS = {
@@ -9,11 +10,13 @@ NODE_CLASS_MAPPINGS = {
     "EngineRoomBuild": EngineRoomBuild,
     "EngineRoomExport": EngineRoomExport,
     "EngineRoomCompare": EngineRoomCompare,
+    "EngineRoomLoad": EngineRoomLoad,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "EngineRoomModel": "TensorRT",
     "EngineRoomBuild": "Build TRT engine",
     "EngineRoomExport": "Export ONNX",
+    "EngineRoomLoad": "Load TRT engine",
     "EngineRoomCompare": "Compare with TRT engine",
 }
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from .model import CATEGORY, MODEL_TIP
+from .model import CATEGORY, MODEL_TIP, PRECISION_TIP, PRECISIONS
 
 
 class EngineRoomBuild:
-    """Builds the engine for a size ahead of time; it serves every checkpoint and LoRA."""
+    """Builds the engine for a size ahead of time; a shared one serves every checkpoint and LoRA."""
 
     CATEGORY = CATEGORY
     DESCRIPTION = __doc__
@@ -55,7 +55,17 @@ class EngineRoomBuild:
                         "tooltip": "With inputs for ControlNet; it also serves without one.",
                     },
                 ),
-            }
+            },
+            "optional": {
+                "weights": (
+                    ["shared", "baked"],
+                    {
+                        "tooltip": "shared: holds no weights and serves every checkpoint and LoRA. "
+                        "baked: holds this model with its LoRAs, and serves nothing else."
+                    },
+                ),
+                "precision": (PRECISIONS, {"tooltip": PRECISION_TIP}),
+            },
         }
 
     def build(
@@ -67,6 +77,8 @@ class EngineRoomBuild:
         guidance: bool,
         prompt_chunks: int,
         controlnet: bool,
+        weights: str = "shared",
+        precision: str = PRECISIONS[0],
     ) -> dict[str, Any]:
         """Build, verify and load; the report is also shown on the node."""
         from ..extension.hosts.comfy import jobs
@@ -80,8 +92,11 @@ class EngineRoomBuild:
             tokens=tokens_for_chunks(prompt_chunks),
             control=controlnet,
         )
-        report = jobs.build(model, shape)
-        return {"ui": {"text": [report]}, "result": (route(model, policy="background"), report)}
+        chosen = "" if precision == PRECISIONS[0] else precision
+        work = jobs.bake if weights == "baked" else jobs.build
+        report = work(model, shape, precision=chosen)
+        routed = route(model, policy="background", precision=chosen)
+        return {"ui": {"text": [report]}, "result": (routed, report)}
 
 
 class EngineRoomExport:

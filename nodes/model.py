@@ -4,6 +4,11 @@ from typing import Any
 
 CATEGORY = "Engine Room"
 MODEL_TIP = "The model, before or after any LoRA loader."
+TIERS = ["auto", "shared", "baked", "off"]
+PRECISIONS = ["as the host", "fp16", "bf16", "fp32"]
+PRECISION_TIP = (
+    "What engines compute in. Another precision than the host's needs a copy of the weights in it."
+)
 POLICIES = {
     "build in the background": "background",
     "build now and wait": "wait",
@@ -28,10 +33,12 @@ class EngineRoomModel:
             "required": {
                 "model": ("MODEL", {"tooltip": MODEL_TIP}),
                 "tier": (
-                    ["auto", "off"],
+                    TIERS,
                     {
                         "default": "auto",
-                        "tooltip": "auto: the fastest engine that is ready. off: the host alone.",
+                        "tooltip": "auto: the fastest engine that is ready. shared: engines that "
+                        "hold no weights. baked: only engines that hold these very weights. off: "
+                        "the host alone.",
                     },
                 ),
                 "when_missing": (
@@ -41,13 +48,18 @@ class EngineRoomModel:
                         "built in the background, pictures come from the host as always."
                     },
                 ),
-            }
+            },
+            "optional": {"precision": (PRECISIONS, {"tooltip": PRECISION_TIP})},
         }
 
-    def apply(self, model: Any, tier: str, when_missing: str) -> tuple[Any]:
+    def apply(
+        self, model: Any, tier: str, when_missing: str, precision: str = PRECISIONS[0]
+    ) -> tuple[Any]:
         """Return a clone of ``model`` with or without routing."""
         from ..extension.hosts.comfy.routing import route, unroute
 
         if tier == "off":
             return (unroute(model),)
-        return (route(model, policy=POLICIES[when_missing]),)
+        chosen = "" if precision == PRECISIONS[0] else precision
+        policy = POLICIES[when_missing]
+        return (route(model, policy=policy, tier=tier, precision=chosen),)

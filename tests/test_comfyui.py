@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from extension.key import EngineKey
 from tests.support_comfyui import ComfyServer, latent_of, write_models
 from tests.support_hosts import find_host
 from tests.support_models import relative_l2
@@ -50,6 +51,9 @@ def graph(
     control=None,
     hook=None,
     seed=1,
+    tier="auto",
+    precision=None,
+    engine=None,
 ):
     """A workflow in API form; ``policy`` None is the plain host."""
     nodes = {}
@@ -62,14 +66,15 @@ def graph(
     def load(name):
         return add("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
 
-    unet = load(model)
+    unet = add("EngineRoomLoad", engine=engine) if engine else load(model)
     if merge:
         unet = add("ModelMergeSimple", model1=unet, model2=load(merge[0]), ratio=merge[1])
     for name, strength in before:
         unet = add("LoraLoaderModelOnly", model=unet, lora_name=f"{name}.safetensors",
                    strength_model=strength)  # fmt: skip
     if policy:
-        unet = add("EngineRoomModel", model=unet, tier="auto", when_missing=policy)
+        options = {"precision": precision} if precision else {}
+        unet = add("EngineRoomModel", model=unet, tier=tier, when_missing=policy, **options)
     for name, strength in after:
         unet = add("LoraLoaderModelOnly", model=unet, lora_name=f"{name}.safetensors",
                    strength_model=strength)  # fmt: skip
@@ -314,6 +319,112 @@ def test_remove_takes_ids_only(server):
     assert answer["freed"] > 1000
     stems = [item["id"] for item in server.get("/engine_room/status")["engines"]]
     assert engine["id"] not in stems
+
+
+# Baked engines
+
+
+@pytest.fixture(scope="module")
+def baked(server):
+    """An engine with checkpoint a and a LoRA frozen in, as the nodes list it."""
+    nodes = {
+        "1": {"class_type": "UNETLoader",
+              "inputs": {"unet_name": "a.safetensors", "weight_dtype": "default"}},
+        "2": {"class_type": "LoraLoaderModelOnly",
+              "inputs": {"model": ["1", 0], "lora_name": "lora.safetensors",
+                         "strength_model": 0.8}},
+        "3": {"class_type": "EngineRoomBuild",
+              "inputs": {"model": ["2", 0], "width": 64, "height": 64, "pictures": 1,
+                         "guidance": True, "prompt_chunks": 1, "controlnet": False,
+                         "weights": "baked"}},
+    }  # fmt: skip
+    outputs = server.run(nodes)["outputs"]
+    (report,) = outputs["3"]["text"]
+    assert "baked engine" in report
+    info = server.get("/object_info/EngineRoomLoad")["EngineRoomLoad"]
+    (label,) = info["input"]["required"]["engine"][0]
+    return label
+
+
+LORA = {"before": [("lora", 0.8)]}
+
+
+def test_a_baked_engine_draws_without_its_checkpoint(server, baked):
+    reference = draw(server, **LORA, steps=6)
+    assert relative_l2(draw(server, steps=6), reference) > MOVES
+    latent, counts = counted(server, engine=baked, steps=6)
+    assert relative_l2(latent, reference) <= TOLERANCE
+    assert counts == (6, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": (8, 16)}, "draws 64x64.*this is 128x64.*Connect an empty latent of 64x64"),
+        ({"control": "control"}, "ControlNet"),
+        ({"patch": "attn2"}, "active in the UNet: patches"),
+        ({"after": [("lora", 0.5)]}, "LoRA or merge cannot work on a baked engine"),
+        ({"merge": ("b", 0.5)}, "merge.* cannot work on a baked engine"),
+        ({"hook": ("lora", 0.9)}, "scheduled LoRA cannot work on a baked engine"),
+        ({"engine": "gone [0123456789abcdef]"}, "not in list|cannot be used here"),
+    ],
+)
+def test_what_a_baked_engine_cannot_do_is_an_error_that_helps(server, baked, options, words):
+    with pytest.raises(AssertionError, match=f"(?s){words}"):
+        draw(server, **{"engine": baked, **options})
+    latent, counts = counted(server, engine=baked)
+    assert relative_l2(latent, draw(server, **LORA)) <= TOLERANCE
+    assert counts == (3, 0)
+
+
+def test_a_baked_engine_of_another_version_names_both(server, baked):
+    stem = baked[-17:-1]
+    path = server.base / "models" / "engine-room" / f"{stem}.json"
+    text = path.read_text()
+    manifest = json.loads(text)
+    here = manifest["key"]["platform"]
+    for field, value, words in (("platform", "win32-amd64", f"made for win32-amd64.*{here}"),):
+        key = {**manifest["key"], field: value}
+        other = EngineKey.from_json(key).stem
+        for suffix in (".engine", ".cal.safetensors"):
+            (path.parent / f"{other}{suffix}").write_bytes(path.with_suffix(suffix).read_bytes())
+        (path.parent / f"{other}.json").write_text(json.dumps({**manifest, "key": key}))
+        with pytest.raises(AssertionError, match=f"(?s){words}"):
+            draw(server, engine=f"{manifest['label']} [{other}]")
+        assert server.post("/engine_room/remove", {"id": other})[0] == 200
+
+
+def test_tiers_keep_to_their_engines(server, baked):
+    """auto takes the baked engine once the live weights are known to be those in it."""
+    stem = baked[-17:-1]
+    server.post("/engine_room/retry", {})
+
+    def drawn(seed, expected, *, lora=True, **options):
+        """Another seed each time: ComfyUI does not sample the same workflow twice."""
+        job = {**(LORA if lora else {}), "steps": 20, "seed": seed}
+        latent, counts = counted(server, **job, policy=WAIT, **options)
+        assert relative_l2(latent, draw(server, **job)) <= TOLERANCE
+        assert counts == expected or expected is None, counts
+        return counts
+
+    for seed in (21, 22, 23):
+        drawn(seed, (20, 0))
+    engines = server.get("/engine_room/status")["engines"]
+    assert stem in {engine["id"] for engine in engines if engine["loaded"]}
+    served, host = drawn(24, None, tier="baked")
+    assert served > 0
+    assert served + host == 20
+    drawn(25, (0, 20), lora=False, tier="baked")
+    drawn(26, (20, 0), tier="shared")
+
+
+def test_engines_of_another_precision(server):
+    """fp16 beside an fp32 host: weights are copied in it, and follow a LoRA."""
+    for lora in ({}, LORA):
+        reference = draw(server, **lora)
+        latent, counts = counted(server, **lora, policy=WAIT, precision="fp16")
+        assert counts == (3, 0)
+        assert TOLERANCE < relative_l2(latent, reference) < 5e-2
 
 
 ACTIONS = ("remove", "retry", "cancel", "install", "doctor")

@@ -12,6 +12,7 @@ import comfy.utils
 import folder_paths
 import torch
 
+from ... import baking
 from ...errors import CancelledError, SettingError
 from ...files import child_folder
 from ...onnx_export import export_pair
@@ -20,12 +21,16 @@ from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
 from ...tiers import Job
+from .loading import model_facts, place_of
 from .routing import WaitProgress, room, route, served_model, unroute
 from .weights import PatchedWeights
 
 
-def job_of(model: Any, shape: Shape) -> Job:
+def job_of(model: Any, shape: Shape, precision: str = "") -> Job:
     """The engine job for a MODEL as its calls will arrive.
+
+    Args:
+        precision: of the engine; empty for the host's.
 
     Raises:
         UnsupportedModelError: it is no UNet that engines can serve.
@@ -34,20 +39,19 @@ def job_of(model: Any, shape: Shape) -> Job:
     arch = served_model(model).require()
     base = model.model
     dtype = getattr(base, "manual_cast_dtype", None) or base.get_dtype()
-    if dtype not in DTYPE_NAMES:
+    if not precision and dtype not in DTYPE_NAMES:
         raise SettingError(f"The model computes in {dtype}, which no engine does.")
-    device = torch.device(model.load_device)
-    place = f"cuda:{device.index or 0}" if device.type == "cuda" else str(device)
-    return Job(arch=arch, shape=shape, target=Target(device=place, dtype=DTYPE_NAMES[dtype]))
+    target = Target(device=place_of(model.load_device), dtype=precision or DTYPE_NAMES[dtype])
+    return Job(arch=arch, shape=shape, target=target)
 
 
-def build(model: Any, shape: Shape) -> str:
+def build(model: Any, shape: Shape, *, precision: str = "") -> str:
     """Build, verify and load the engine for ``shape``; returns a report.
 
     Raises:
         EngineRoomError: it cannot be built; says why.
     """
-    job = job_of(model, shape)
+    job = job_of(model, shape, precision)
     tiers = room().tiers
     key = tiers.key(job)
     tiers.failed.pop(key.stem, None)
@@ -67,6 +71,44 @@ def build(model: Any, shape: Shape) -> str:
         f"{entry.bytes_on_disk / 1e6:.0f} MB; {entry.text}. "
         "It serves every checkpoint and LoRA of this kind."
     )
+
+
+def bake(model: Any, shape: Shape, *, precision: str = "") -> str:
+    """Freeze the MODEL, every patch merged, into an engine for ``shape``; returns a report.
+
+    Raises:
+        EngineRoomError: it cannot be built; says why.
+    """
+    job = job_of(model, shape, precision)
+    progress, started = WaitProgress(), time.monotonic()
+    try:
+        with torch.inference_mode(False):
+            entry = baking.bake(
+                room().library,
+                job.arch,
+                PatchedWeights(model),
+                shape,
+                job.target,
+                label=", ".join(["model", *_patch_words(model)]),
+                source={"host": "ComfyUI"},
+                model=model_facts(model),
+                on_progress=progress,
+                cancel=progress.cancel,
+            )
+    except CancelledError:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise
+    seconds = time.monotonic() - started
+    return (
+        f"{job.arch.label}, {shape.label}: baked engine {entry.stem}, {seconds:.0f} s, "
+        f"{entry.bytes_on_disk / 1e6:.0f} MB. It serves whenever these very weights are loaded, "
+        "and by the node Load TRT engine without a checkpoint."
+    )
+
+
+def _patch_words(model: Any) -> list[str]:
+    count = len(getattr(model, "patches", {}))
+    return [f"{count} patched weights"] if count else []
 
 
 def export(model: Any, name: str) -> str:

@@ -53,10 +53,10 @@ def _status() -> dict[str, Any]:
 def _place() -> str:
     """Where the host draws, as engines name it."""
     import comfy.model_management
-    import torch
 
-    device = torch.device(comfy.model_management.get_torch_device())
-    return f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
+    from .loading import place_of
+
+    return place_of(comfy.model_management.get_torch_device())
 
 
 async def remove(request: Any) -> Any:

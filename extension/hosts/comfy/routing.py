@@ -49,8 +49,8 @@ class Routing:
     ComfyUI copies options deeply; the wrapper must stay this very object.
     """
 
-    def __init__(self, model: Any, *, policy: str) -> None:
-        self.policy = policy
+    def __init__(self, model: Any, *, policy: str, tier: str, precision: str) -> None:
+        self.policy, self.tier, self.precision = policy, tier, precision
         self.run = 0
         self._base = weakref.ref(model.model)
 
@@ -89,6 +89,7 @@ class Routing:
         args, features = describe(served, call, extra)
         progress = WaitProgress()
         served.policy, served.on_progress, served.cancel = self.policy, progress, progress.cancel
+        served.tier, served.precision = self.tier, self.precision
         epoch = (id(self), weights_epoch(self._base(), self.run))
         return served.serve(*args, epoch=epoch, features=features)
 
@@ -104,13 +105,16 @@ def weights_epoch(base: Any, run: int) -> Hashable:
     return (getattr(base, "current_weight_patches_uuid", None), run, object() if hooks else None)
 
 
-def route(model: Any, *, policy: str) -> Any:
+def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -> Any:
     """A clone of ``model`` (a ModelPatcher) whose UNet calls go through engines.
 
     Patches that come before or after, in any number, keep working.
+
+    Args:
+        precision: of the engines; empty for the host's.
     """
     routed = unroute(model)
-    routing = Routing(routed, policy=policy)
+    routing = Routing(routed, policy=policy, tier=tier, precision=precision)
     routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
     routed.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, routing.begin)
     routed.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, unloaded)
