@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from extension.architecture import SD15
+from extension.architecture import SD15, TINY
 from extension.synthetic_lora import make_lora
-from tests.support_models import random_weights
+from tests.support_models import REFINER_TINY, random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 AWKWARD = "we ird-name.v2"
@@ -32,11 +32,20 @@ SMALL_SD15 = replace(
     transformer_depth_output=(1, 1, 1, 1),
 )
 INPAINTING = replace(SMALL_SD15, in_channels=9)
+# Models of other classes, by the name of ComfyUI's; width of prompts, and whether they predict v.
+SMALL_SDXL = replace(TINY["sdxl"], adm_channels=1280 + 6 * 256)
+SMALL_REFINER = replace(REFINER_TINY, adm_channels=1280 + 5 * 256)
+CLASSES = {
+    "SDXL": (SMALL_SDXL, False),
+    "SDXL v": (SMALL_SDXL, True),
+    "SDXLRefiner": (SMALL_REFINER, False),
+    "SD20 v": (TINY["sd21"], True),
+}
 
 # A node pack of the test's own: conditioning, latents and control residuals from seeds, and a
 # patch of each kind that reaches into the UNet.
 PROBE = """
-import torch, comfy.controlnet
+import torch, comfy.controlnet, comfy.model_base
 
 def noise(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -48,6 +57,30 @@ class Cond:
         return {"required": {"seed": ("INT", {}), "tokens": ("INT", {}), "width": ("INT", {})}}
     def make(self, seed, tokens, width):
         return ([[noise(seed, 1, tokens, width), {"pooled_output": noise(seed, 1, 1280)}]],)
+
+class Model:  # small, of a class whose detection asks for full size
+    FUNCTION, CATEGORY, RETURN_TYPES = "make", "probe", ("MODEL",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"file": ("STRING", {}), "kind": ("STRING", {}),
+                             "v_prediction": ("BOOLEAN", {})}}
+    def make(self, file, kind, v_prediction):
+        import comfy.model_detection, comfy.model_management, comfy.model_patcher
+        import comfy.supported_models
+        from safetensors.torch import load_file
+        weights = load_file(file)
+        found = comfy.model_detection.detect_unet_config(weights, "")
+        config = getattr(comfy.supported_models, kind)(found)
+        config.set_inference_dtype(torch.float32, None)
+        if v_prediction:
+            weights["v_pred"] = torch.zeros(0)
+        if kind == "SD20":
+            config.model_type = lambda *a, **k: comfy.model_base.ModelType.V_PREDICTION
+        model = config.get_model(weights, "")
+        model.load_model_weights(weights, "")
+        return (comfy.model_patcher.ModelPatcher(
+            model, load_device=comfy.model_management.get_torch_device(),
+            offload_device=torch.device("cpu")),)
 
 class Latent:
     FUNCTION, CATEGORY, RETURN_TYPES = "make", "probe", ("LATENT",)
@@ -119,7 +152,8 @@ class SaveAll:
         save_file({"samples": latent["samples"].float().contiguous()}, path)
         return {}
 
-NODE_CLASS_MAPPINGS = {"ProbeCond": Cond, "ProbeLatent": Latent, "ProbeControl": Control,
+NODE_CLASS_MAPPINGS = {"ProbeModel": Model,
+                       "ProbeCond": Cond, "ProbeLatent": Latent, "ProbeControl": Control,
                        "ProbePatch": Patch, "ProbeSave": SaveAll}
 """
 
@@ -249,6 +283,9 @@ def write_models(base: Path) -> None:
     ):
         weights = {n: t.contiguous() for n, t in random_weights(arch, seed).items()}
         save_file(weights, base / f"models/diffusion_models/{name}.safetensors")
+    for name, (arch, _) in CLASSES.items():
+        weights = {n: t.contiguous() for n, t in random_weights(arch).items()}
+        save_file(weights, base / f"{name}.safetensors")
     for i, kind in enumerate(("lora", "loha")):
         make_lora(
             base / f"models/loras/{kind}.safetensors", architecture=SMALL_SD15, kind=kind, seed=i

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -11,7 +13,7 @@ import urllib.request
 import pytest
 
 from extension.key import EngineKey
-from tests.support_comfyui import ComfyServer, latent_of, write_models
+from tests.support_comfyui import AWKWARD, CLASSES, ComfyServer, latent_of, write_models
 from tests.support_hosts import find_host
 from tests.support_models import relative_l2
 
@@ -31,6 +33,15 @@ def server(tmp_path_factory):
     server.start()
     yield server
     server.stop()
+
+
+def loader(folder, name):
+    """The node that loads a model, and its inputs."""
+    if name in CLASSES:
+        file = str(folder / f"{name}.safetensors")
+        kind, v_prediction = name.split()[0], CLASSES[name][1]
+        return "ProbeModel", {"file": file, "kind": kind, "v_prediction": v_prediction}
+    return "UNETLoader", {"unet_name": f"{name}.safetensors", "weight_dtype": "default"}
 
 
 def graph(
@@ -63,8 +74,11 @@ def graph(
         nodes[name] = {"class_type": kind, "inputs": inputs}
         return [name, 0]
 
+    width = CLASSES[model][0].context_dim if model in CLASSES else 768
+
     def load(name):
-        return add("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
+        kind, inputs = loader(path.parent, name)
+        return add(kind, **inputs)
 
     unet = add("EngineRoomLoad", engine=engine) if engine else load(model)
     if merge:
@@ -80,7 +94,7 @@ def graph(
                    strength_model=strength)  # fmt: skip
     if patch:
         unet = add("ProbePatch", model=unet, kind=patch)
-    conds = [add("ProbeCond", seed=seed + i, tokens=n, width=768) for i, n in enumerate(tokens)]
+    conds = [add("ProbeCond", seed=seed + i, tokens=n, width=width) for i, n in enumerate(tokens)]
     if control:
         conds = [add("ProbeControl", conditioning=c, seed=50, where=control) for c in conds]
     if hook:
@@ -321,6 +335,55 @@ def test_remove_takes_ids_only(server):
     assert engine["id"] not in stems
 
 
+@pytest.mark.parametrize("model", list(CLASSES))
+def test_models_of_other_classes(server, model):
+    """SDXL's size and pooled conditioning ('y'), v-prediction, the refiner's depth."""
+    reference = draw(server, model=model)
+    if model.endswith(" v"):
+        other = {"SDXL v": "SDXL"}.get(model)
+        assert other is None or relative_l2(draw(server, model=other), reference) > MOVES
+    latent, counts = counted(server, model=model, policy=WAIT)
+    assert relative_l2(latent, reference) <= TOLERANCE
+    assert counts == (3, 0)
+
+
+def test_the_pack_loads_in_no_time(server):
+    """As the host itself reports it, in seconds."""
+    line = next(x for x in server.log.read_text().splitlines() if f"/{AWKWARD}" in x)
+    assert float(re.search(r"([0-9.]+) seconds", line).group(1)) < 0.3
+
+
+def interrupted(server, **options):
+    """A workflow that waits for a build, interrupted in it."""
+    prompt = server.queue(graph(server.base / "never.safetensors", policy=WAIT, **options))
+    deadline = time.monotonic() + 60
+    while not server.get("/queue")["queue_running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(1.5)
+    server.post("/interrupt", {})
+    return server.finish(prompt)
+
+
+def test_interrupt_ends_a_build_that_is_waited_for(server):
+    entry = interrupted(server, size=(56, 56), steps=2)
+    assert entry["status"]["status_str"] == "error"
+    assert "execution_interrupted" in json.dumps(entry["status"])
+    assert not list((server.base / "models" / "engine-room").glob(".build-*"))
+    latent, counts = counted(server, policy=WAIT)
+    assert relative_l2(latent, draw(server)) <= TOLERANCE
+    assert counts == (3, 0)
+
+
+def test_a_cleared_queue_runs_nothing(server):
+    first = server.queue(graph(server.base / "one.safetensors", policy=WAIT, seed=60, steps=9))
+    second = server.queue(graph(server.base / "two.safetensors", policy=WAIT, seed=61))
+    server.post("/queue", {"clear": True})
+    assert server.finish(first)["status"]["status_str"] == "success"
+    assert server.get(f"/history/{second}") == {}
+    assert not (server.base / "two.safetensors").exists()
+
+
 # Baked engines
 
 
@@ -462,6 +525,25 @@ def test_engines_of_an_earlier_start_serve_at_once(server):
     assert counts == (3, 0)
     ids = [e for e in server.get("/engine_room/status")["engines"] if e["loaded"]]
     assert len(ids) == 1
+
+
+def test_a_restart_in_mid_build_leaves_nothing_behind(server):
+    """The host is killed while a worker builds; the next start clears up and builds again."""
+    folder = server.base / "models" / "engine-room"
+    server.queue(graph(server.base / "never.safetensors", policy=WAIT, size=(24, 40)))
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(".build-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.process.kill()
+    server.process.wait(20)
+    server.start()
+    latent, counts = counted(server, policy=WAIT, size=(24, 40))
+    assert relative_l2(latent, draw(server, size=(24, 40))) <= TOLERANCE
+    assert counts == (3, 0)
+    assert not list(folder.glob(".build-*"))
+    out = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"{server.base}" not in "".join(x for x in out.splitlines() if "worker.py" in x)
 
 
 def test_the_log_is_quiet(server):
