@@ -17,14 +17,14 @@ PROGRAM = "python -m extension"
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command with its arguments."""
-    from .commands import demo, doctor, engines, install, models, pictures, ui
+    from .commands import bench, demo, doctor, engines, install, models, pictures, ui
 
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="TensorRT engines for the Stable Diffusion UNet."
     )
     parser.add_argument("--version", action="version", version=f"Engine Room {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, install, models, engines, pictures, ui, demo):
+    for module in (doctor, install, models, engines, pictures, bench, ui, demo):
         module.add(commands)
     for command in _leaves(parser):
         command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -148,7 +148,7 @@ class LiveWeights(Mapping[str, Tensor]):
 def module_problem(module: nn.Module) -> str | None:
     """What makes a layer compute something else than its weights say."""
     forward = module.__dict__.get("forward")
-    if forward is not None and not hasattr(forward, OURS):
+    if forward is not None and not hasattr(forward, OURS) and not _is_idle_hypertile(module):
         return "a replaced forward function"
     for name, words in MARKS.items():
         if _is_set(getattr(module, name, None)):
@@ -156,6 +156,13 @@ def module_problem(module: nn.Module) -> str | None:
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return "tiling"
     return next(filter(None, map(parameter_problem, module._parameters.items())), None)
+
+
+def _is_idle_hypertile(module: nn.Module) -> bool:
+    """Whether A1111's HyperTile wrapped this layer earlier and is switched off now."""
+    params = getattr(module, "__webui_hypertile_params", None)
+    original = getattr(getattr(params, "forward", None), "__self__", None)
+    return params is not None and not params.enabled and original is module
 
 
 def _is_set(value: object) -> bool:

@@ -129,8 +129,8 @@ def _fill(kind: str, size: int, generator: torch.Generator) -> Tensor:
     return values * (gain * math.sqrt(0.5 ** int(bits)))
 
 
-def reference(unet: TorchUNet, inputs: Inputs) -> Tensor:
-    """Run the torch interpreter on inputs by engine name."""
+def reference(unet: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+    """Run a UNet (the torch interpreter, or another call of its form) on inputs by engine name."""
     control = None
     if "control_middle_0" in inputs:
         count = sum(name.startswith("control_output_") for name in inputs)

@@ -126,8 +126,8 @@ CLIP_CONFIG = {
 class WebuiServer:
     """One host process over a data folder of its own."""
 
-    def __init__(self, name: str, checkout, base: Path) -> None:
-        self.name, self.checkout, self.base = name, checkout, base
+    def __init__(self, name: str, checkout, base: Path, *flags: str) -> None:
+        self.name, self.checkout, self.base, self.flags = name, checkout, base, flags
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
@@ -154,7 +154,7 @@ class WebuiServer:
     def start(self) -> None:
         """Start and wait until a job can be posted."""
         command = [str(self.checkout.python), str(self.checkout.root / "launch.py"), *COMMON,
-                   *FLAGS[self.name], "--port", str(self.port),
+                   *FLAGS[self.name], *self.flags, "--port", str(self.port),
                    "--data-dir", str(self.base)]  # fmt: skip
         env = {**os.environ, "ENGINE_ROOM_PACKAGES": str(self.base / "packages"),
                "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
@@ -193,6 +193,16 @@ class WebuiServer:
             log = self.log.read_text()[-3000:]
             raise AssertionError(f"{error.read()[:500]!r}\n{log}") from error
 
+    def script(self, word, **changes):
+        """Title and arguments of a script whose title holds ``word``: defaults, and changes by
+        position (``a0``)."""
+        scripts = self.get("/sdapi/v1/script-info")
+        info = next(s for s in scripts if word in s["name"] and not s["is_img2img"])
+        values = [argument["value"] for argument in info["args"]]
+        for name, value in changes.items():
+            values[int(name[1:])] = value
+        return info, values
+
     def draw(self, policy, *, patch=None, **job):
         """A job; its latents, infotext and the engine's share of its calls."""
         (self.base / "probe.json").write_text(json.dumps({"patch": patch}))
@@ -205,6 +215,10 @@ class WebuiServer:
                   "override_settings_restore_afterwards": True, **job}  # fmt: skip
         if self.name == "forge" and "enable_hr" in job:
             fields["hr_additional_modules"] = ["Use same choices"]  # its API fails without
+        if job.pop("freeu", False):
+            fields.pop("freeu")
+            info, values = self.script("freeu", a0=True)
+            fields["alwayson_scripts"] = {info["name"]: {"args": values}}
         kind = "img2img" if "init_images" in job else "txt2img"
         answer = self.post(f"/sdapi/v1/{kind}", fields)
         infotext = json.loads(answer["info"])["infotexts"][-1]

@@ -12,6 +12,9 @@ from PIL import Image
 
 from extension.checkpoint import open_checkpoint
 from extension.cli import build_parser, main
+from extension.library import Library
+from extension.routed import RoutedUNet
+from extension.speed import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -200,6 +203,33 @@ def test_a_missing_package_comes_with_its_command(files, tmp_path):
     assert out.returncode == 6
     assert "pip install onnxruntime" in out.stderr
     assert "Traceback" not in out.stderr
+
+
+def test_bench_times_what_is_right_and_keeps_the_speed(run, files, tmp_path, monkeypatch):
+    options = [files / "m.safetensors", "--size", "64", "--rounds", "1", "--baked", "--library"]
+    monkeypatch.setattr("extension.commands.bench.LEAST_SECONDS", 0.02)
+    code, facts = as_json(run, "bench", *options, tmp_path)
+    assert code == 0
+    assert set(facts["contenders"]) == {"torch", "shared engine", "baked engine"}
+    for name, found in facts["contenders"].items():
+        assert found["ms"] > 0, name
+        assert found["problem"] == ""
+        assert found["error"] <= 1e-4
+    _, listed = as_json(run, "engines", "list", "--library", tmp_path)
+    assert len(listed["engines"]) == 2
+    library = Library(tmp_path)
+    for engine in listed["engines"]:
+        assert recorded(library.read_state(engine["id"]), "CPU").ratio > 0
+
+
+def test_bench_times_nothing_that_is_wrong(run, files, tmp_path, monkeypatch):
+    honest = RoutedUNet.__call__
+    monkeypatch.setattr(RoutedUNet, "__call__", lambda *args, **k: honest(*args, **k) * 1.1)
+    code, text, _ = run("bench", files / "m.safetensors", "--size", "64", "--rounds", "1",
+                        "--library", tmp_path)  # fmt: skip
+    assert code == 0
+    assert "wrong: error 0.1" in text
+    assert "not recommended" in text
 
 
 @pytest.mark.timeout(300)

@@ -76,6 +76,29 @@ def middle(ldm):
     return ldm.middle_block[0].in_layers[2]
 
 
+class HypertileParams:
+    """As A1111's HyperTile leaves it on each layer that it ever wrapped."""
+
+    def __init__(self, module):
+        self.enabled, self.forward = False, module.forward
+
+
+def test_hypertile_counts_while_it_is_on(ldm, weights):
+    module = middle(ldm)
+    params = HypertileParams(module)
+    setattr(module, "__webui_hypertile_params", params)
+    module.forward = lambda *args: params.forward(*args)
+    try:
+        assert weights.problem() is None
+        params.enabled = True
+        assert "replaced forward" in weights.problem()
+        params.enabled, params.forward = False, lambda x: x
+        assert "replaced forward" in weights.problem()
+    finally:
+        del module.forward
+        delattr(module, "__webui_hypertile_params")
+
+
 class Quantised(torch.Tensor):
     pass
 

@@ -79,10 +79,25 @@ CASES = {
         (3, 0),
     ),
     "another checkpoint": ({"settings": {"sd_model_checkpoint": "b.safetensors"}}, {}, (3, 0)),
+    "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.5}, {}, (3, 0)),
+    "HyperTile": (
+        {"width": 256, "height": 256,
+         "settings": {"hypertile_enable_unet": True, "hypertile_max_tile_unet": 128}},
+        {"width": 256, "height": 256},
+        (0, 3),
+    ),
+    "after HyperTile": ({"width": 256, "height": 256, "seed": 2}, {"width": 256, "height": 256},
+                        (3, 0)),
+    "FreeU": ({"freeu": True}, {}, (0, 3)),
     "token merging": ({"settings": {"token_merging_ratio": 0.6}}, {}, (0, 3)),
     "tiling": ({"tiling": True}, {}, (0, 3)),
 }  # fmt: skip
-ONLY = {"tiling": {"a1111"}, "no negative prompt in late steps": {"a1111", "forge"}}
+ONLY = {
+    "tiling": {"a1111"},
+    "HyperTile": {"a1111"},
+    "FreeU": {"forge", "reforge"},
+    "no negative prompt in late steps": {"a1111", "forge"},
+}
 FORGE_CASES = {
     "attention patch": ({"patch": "attn2"}, {}, (0, 3)),
     "block patch": ({"patch": "output"}, {}, (0, 3)),
@@ -138,6 +153,46 @@ def test_building_in_the_background_never_spoils_a_picture(host):
     assert distance(second, reference) <= TOLERANCE
     assert host.counts() == (before[0] + 3, before[1])
     assert "3 of 3 UNet calls" in infotext
+
+
+def test_an_xyz_plot_over_checkpoints_and_loras(host):
+    """Four pictures, two checkpoints, one engine; the same as without us."""
+    info, values = host.script("x/y/z")
+    kinds = info["args"][0]["choices"] or []
+    if not kinds:
+        pytest.skip(f"{host.name} does not list the axes")
+    axes = [kinds.index("Prompt S/R"), kinds.index("Checkpoint name")]
+    values[0:2], values[3:5] = [axes[0], "0.8,0.3"], [axes[1], "a.safetensors,b.safetensors"]
+    values[5] = ["a.safetensors", "b.safetensors"]
+    job = {"prompt": "a lighthouse <lora:lora:0.8>", "script_name": info["name"],
+           "script_args": values}  # fmt: skip
+    reference, _ = host.draw("off", **job)
+    before = host.counts()
+    engine, _ = host.draw("wait", **job)
+    assert distance(engine, reference) <= TOLERANCE
+    assert host.counts() == (before[0] + 12, before[1])
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected", "words"),
+    [("--medvram", (3, 0), ""), ("--lowvram", (0, 3), "low-VRAM mode")],
+)
+def test_low_memory_modes(flag, expected, words, tmp_path):
+    checkout, reason = find_host("a1111")
+    if checkout is None:
+        pytest.skip(reason)
+    server = WebuiServer("a1111", checkout, tmp_path, flag)
+    write_models(server.base)
+    server.start()
+    try:
+        reference, _ = server.draw("off")
+        engine, _ = server.draw("wait")
+        assert distance(engine, reference) <= TOLERANCE
+        assert server.counts() == expected
+        reasons = server.get("/engine-room/status")["reasons"]
+        assert words in "".join(reason["text"] for reason in reasons)
+    finally:
+        server.stop()
 
 
 def test_one_engine_serves_every_lora_and_checkpoint(host):
