@@ -79,7 +79,8 @@ CASES = {
         (3, 0),
     ),
     "another checkpoint": ({"settings": {"sd_model_checkpoint": "b.safetensors"}}, {}, (3, 0)),
-    "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.5}, {}, (3, 0)),
+    "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.2}, {}, (3, 0)),
+    "after the refiner": ({"seed": 3}, {}, (3, 0)),
     "HyperTile": (
         {"width": 256, "height": 256,
          "settings": {"hypertile_enable_unet": True, "hypertile_max_tile_unet": 128}},
@@ -163,7 +164,7 @@ def test_an_xyz_plot_over_checkpoints_and_loras(host):
         pytest.skip(f"{host.name} does not list the axes")
     axes = [kinds.index("Prompt S/R"), kinds.index("Checkpoint name")]
     values[0:2], values[3:5] = [axes[0], "0.8,0.3"], [axes[1], "a.safetensors,b.safetensors"]
-    values[5] = ["a.safetensors", "b.safetensors"]
+    values[5], values[6] = ["a.safetensors", "b.safetensors"], kinds.index("Nothing")
     job = {"prompt": "a lighthouse <lora:lora:0.8>", "script_name": info["name"],
            "script_args": values}  # fmt: skip
     reference, _ = host.draw("off", **job)
@@ -175,7 +176,7 @@ def test_an_xyz_plot_over_checkpoints_and_loras(host):
 
 @pytest.mark.parametrize(
     ("flag", "expected", "words"),
-    [("--medvram", (3, 0), ""), ("--lowvram", (0, 3), "low-VRAM mode")],
+    [("--medvram", (3, 0), ""), ("--lowvram", (0, 3), "a hook in")],
 )
 def test_low_memory_modes(flag, expected, words, tmp_path):
     checkout, reason = find_host("a1111")

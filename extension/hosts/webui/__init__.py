@@ -19,8 +19,13 @@ def register() -> type[Any]:
     script_callbacks.on_ui_tabs(tab.tabs)
     script_callbacks.on_app_started(api.add_routes)
     script_callbacks.on_script_unloaded(room.unloaded)
-    if not room.is_forge():
+    if room.is_forge():
+        from . import forge
+
+        script_callbacks.on_cfg_denoiser(forge.keep)
+    else:
         from . import a1111
 
         script_callbacks.on_list_unets(a1111.list_options)
+        script_callbacks.on_model_loaded(a1111.loaded)
     return EngineRoomScript

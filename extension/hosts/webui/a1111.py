@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from modules import devices, sd_hijack, sd_unet, shared
+from modules import devices, lowvram, sd_hijack, sd_unet, shared
 
 from . import room, settings
 
@@ -71,9 +71,14 @@ class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
     run = 0
 
     def activate(self) -> None:
-        """Bring the UNet back: the host moved it to the CPU, but engines read its weights."""
-        if not shared.sd_model.lowvram:
-            shared.sd_model.model.diffusion_model.to(devices.device)
+        """Bring the UNet back: the host moved it to the CPU, but engines read its weights.
+
+        In medvram mode the host brings the whole model when it is called, unless it believes that
+        it is there already.
+        """
+        model = shared.sd_model
+        if not model.lowvram or lowvram.module_in_gpu is model.model:
+            model.model.diffusion_model.to(devices.device)
 
     def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
         """One UNet call; never fails where the host's own would not."""
@@ -105,6 +110,12 @@ def begin() -> None:
     EngineUnet.run = next(_runs)
 
 
+def loaded(model: Any) -> None:
+    """The host loaded a model in mid-job (a refiner): it does not choose a UNet again by itself."""
+    if shared.state.job:
+        sd_unet.apply_unet()
+
+
 def active_features() -> list[str]:
     """What is active in the host's UNet and no engine computes."""
     model = shared.sd_model
@@ -117,7 +128,7 @@ def active_features() -> list[str]:
         found.append("tiling")
     if getattr(shared.opts, "lora_functional", False) and wanted_loras():
         found.append("LoRA by the old method")
-    if model.lowvram:
+    if shared.cmd_opts.lowvram:
         found.append("low-VRAM mode")
     return found
 

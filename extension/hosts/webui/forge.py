@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from modules import shared
+
 from ...live import OURS
 from ...patcher_calls import PatchedCall, describe
 from . import room, settings
@@ -15,15 +17,27 @@ _runs = itertools.count()
 
 def attach(p: Any) -> None:
     """Route the UNet of this sampling run; called when its LoRAs are known."""
-    if settings.policy() == "off":
-        return
-    unet = p.sd_model.forge_objects.unet.clone()
+    if settings.policy() != "off":
+        _wrap(p.sd_model)
+
+
+def keep(params: Any) -> None:
+    """Before each step: a model that came in mid-run (a refiner) is routed too."""
+    model = shared.sd_model
+    unet = getattr(getattr(model, "forge_objects", None), "unet", None)
+    wrapper = getattr(unet, "model_options", {}).get("model_function_wrapper")
+    if unet is not None and not isinstance(wrapper, Wrapper) and settings.policy() != "off":
+        _wrap(model)
+
+
+def _wrap(model: Any) -> None:
+    unet = model.forge_objects.unet.clone()
     before = unet.model_options.get("model_function_wrapper")
     if isinstance(before, Wrapper):
         before = before.before
-    identity = (id(p.sd_model), str(getattr(p.sd_model, "current_lora_hash", "")), next(_runs))
+    identity = (id(model), str(getattr(model, "current_lora_hash", "")), next(_runs))
     unet.set_model_unet_function_wrapper(Wrapper(before, identity))
-    p.sd_model.forge_objects.unet = unet
+    model.forge_objects.unet = unet
 
 
 class Wrapper:
