@@ -36,7 +36,13 @@ COMMON = ["--skip-prepare-environment", "--skip-torch-cuda-test", "--skip-versio
 # Writes the latents of each job, and patches the UNet where probe.json asks for it.
 PROBE = """
 import json, os, torch
-from modules import scripts
+from modules import script_callbacks, scripts, shared
+
+def add_restart(demo, app):
+    # What the button "Reload UI" calls.
+    app.add_api_route("/probe/restart", lambda: shared.state.request_restart(), methods=["POST"])
+
+script_callbacks.on_app_started(add_restart)
 BASE = {base!r}
 
 class Probe(scripts.Script):
@@ -48,9 +54,6 @@ class Probe(scripts.Script):
     def process_before_every_sampling(self, p, *args, **kwargs):
         kind = self.asked().get("patch")
         if not kind:
-            return
-        if kind == "hypernetwork":
-            from modules import shared
             return
         unet = p.sd_model.forge_objects.unet.clone()
         if kind == "attn2":
@@ -161,13 +164,21 @@ class WebuiServer:
                "PYTHONDONTWRITEBYTECODE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # fmt: skip
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=self.base, stdout=log, stderr=log, env=env)
+        self.wait_until_up(0)
+        self.get("/sdapi/v1/sd-models")
+
+    def wait_until_up(self, starts: int) -> None:
+        """Wait until the host has started more often than ``starts`` times."""
         deadline = time.monotonic() + 180
         # A request before it is up makes A1111 fail: it adds to its application afterwards.
-        while "Startup time" not in self.log.read_text():
+        while self.starts() <= starts:
             assert self.process.poll() is None, self.log.read_text()[-1500:]
             assert time.monotonic() < deadline, self.log.read_text()[-1500:]
             time.sleep(0.3)
-        self.get("/sdapi/v1/sd-models")
+
+    def starts(self) -> int:
+        """How often the host has started, reloads of its UI included."""
+        return self.log.read_text().count("Startup time")
 
     def stop(self) -> None:
         """End the process."""

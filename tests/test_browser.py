@@ -90,35 +90,6 @@ def test_the_tab_builds_refuses_and_deletes(browser, name, theme, tmp_path):
         server.stop()
 
 
-@pytest.mark.parametrize("name", ["a1111", "forge", "reforge", "classic"])
-def test_reload_ui_with_an_engine_active(browser, name, tmp_path):
-    """The host executes every script again; one copy of ours goes on, with its engines."""
-    server = WebuiServer(name, require_host(name), tmp_path)
-    write_models(server.base)
-    server.start()
-    try:
-        before, infotext = server.draw("wait")
-        assert "3 of 3 UNet calls" in infotext
-        page = browser.new_page(viewport={"width": 1200, "height": 1000})
-        page.goto(server.url, timeout=60_000)
-        page.wait_for_selector("#settings_restart_gradio", state="attached", timeout=60_000)
-        starts = server.log.read_text().count("Startup time")
-        time.sleep(5)  # the page answers clicks only when all of it is there
-        page.evaluate("document.querySelector('#settings_restart_gradio').click()")
-        until(lambda: server.log.read_text().count("Startup time") > starts, "the reload")
-        time.sleep(2)
-        after, infotext = server.draw("never")
-        assert "3 of 3 UNet calls" in infotext
-        assert distance(after, before) <= 1e-4
-        page.goto(f"{server.url}/?__theme=dark", timeout=60_000)
-        page.click("button:has-text('Build TRT engine')", timeout=60_000)
-        until(lambda: "SD1.x" in page.inner_text("#engine_room_headline"), "the headline")
-        page.screenshot(path=tmp_path / "tab.png")
-        assert "Error loading script: engine_room.py" not in server.log.read_text()
-    finally:
-        server.stop()
-
-
 def compare_and_bake(page, server):
     """The host's own drawing both ways; an engine with a LoRA that serves that LoRA alone."""
     page.click("text=Compare: the same picture")

@@ -249,6 +249,19 @@ def test_the_doctor(host):
     print("\n".join(found["lines"]))
 
 
+def test_reload_ui_with_an_engine_active(host):
+    """The host executes every script again; one copy of ours goes on, with its engines."""
+    before, infotext = host.draw("wait")
+    assert "3 of 3 UNet calls" in infotext
+    counts, starts = host.counts(), host.starts()
+    host.post("/probe/restart", {})
+    host.wait_until_up(starts)
+    after, infotext = host.draw("never")
+    assert "3 of 3 UNet calls" in infotext
+    assert distance(after, before) <= TOLERANCE
+    assert host.counts() == (counts[0] + 3, counts[1])
+
+
 def test_the_log_is_quiet(host):
     log = host.log.read_text()
     assert "Engine Room failed" not in log
