@@ -143,6 +143,7 @@ class Room:
         self.events: dict[str, Event] = {}
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self.installing = self.installed = ""
+        self._baked: tuple[Hashable, list[Entry]] = (None, [])
         self.tiers = TierManager(self.library, self.pool, settings, on_event=self._note)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
             weakref.WeakKeyDictionary()
@@ -166,12 +167,25 @@ class Room:
         """Baked engines that may hold the weights of a model of this architecture."""
         return [
             entry
-            for entry in self.library.entries(machine_of(device))
-            if entry.state in (State.READY, State.UNVERIFIED)
-            and entry.key.weights == "baked"
-            and entry.key.io_dtype == precision
+            for entry in self._usable_baked(device)
+            if entry.key.io_dtype == precision
             and entry.key.architecture == arch.for_shape(entry.key.shape).id
         ]
+
+    def _usable_baked(self, device: str) -> list[Entry]:
+        """Every baked engine for ``device``; the folder is read again only when it has changed."""
+        try:
+            stamp = (device, self.library.folder.stat().st_mtime_ns)
+        except OSError:
+            return []
+        if stamp != self._baked[0]:
+            found = [
+                entry
+                for entry in self.library.entries(machine_of(device))
+                if entry.state in (State.READY, State.UNVERIFIED) and entry.key.weights == "baked"
+            ]
+            self._baked = (stamp, found)
+        return self._baked[1]
 
     def want_baked(self, arch: Architecture, entry: Entry, device: str) -> None:
         """Load a baked engine in the background, unless it is there, on its way, or failed."""
@@ -231,12 +245,7 @@ class Room:
 def baked_job(arch: Architecture, entry: Entry, device: str) -> Job:
     """The job that loads a baked engine on ``device``."""
     key = entry.key
-    target = Target(
-        device=device,
-        backend=key.backend,
-        dtype=key.io_dtype,
-        capabilities=key.capabilities,
-    )
+    target = Target.of_key(key, device)
     return Job(arch=arch, shape=key.shape, target=target, fingerprint=key.fingerprint)
 
 

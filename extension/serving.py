@@ -79,6 +79,16 @@ class Target:
         """The precision as torch knows it."""
         return DTYPES[self.dtype]
 
+    @classmethod
+    def of_key(cls, key: EngineKey, device: str) -> Target:
+        """The target that an engine was built for, on ``device``."""
+        return cls(
+            device=device,
+            backend=key.backend,
+            dtype=key.io_dtype,
+            capabilities=key.capabilities,
+        )
+
     def key(self, arch: Architecture, shape: Shape, *, fingerprint: str = "") -> EngineKey:
         """Key of the engine for ``arch`` and ``shape``: baked if there is a fingerprint."""
         shared = not fingerprint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,5 +39,6 @@ def _end_all() -> None:
     running = dict(_running)
     for stop in running.values():
         stop()
+    deadline = time.monotonic() + EXIT_SECONDS
     for thread in running:
-        thread.join(EXIT_SECONDS)
+        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -122,6 +122,22 @@ def test_an_engine_of_other_weights_does_not_keep_a_shared_one_away(room):
     assert relative_l2(serve(served, 1), exact(random_weights(ARCH, 5))) <= TOLERANCE
 
 
+def test_the_folder_is_read_again_only_when_it_changed(room, monkeypatch):
+    """Some epochs last one call: a call must not cost a walk over the library."""
+    unet, walks = ldm_unet(ARCH, random_weights(ARCH)), []
+    entries = Library.entries
+    monkeypatch.setattr(Library, "entries", lambda *a: walks.append(1) or entries(*a))
+    served = room.model(unet)
+    served.policy = "never"
+    for epoch in range(5):
+        serve(served, epoch)
+    assert len(walks) == 1
+    bake(room.library, ARCH, random_weights(ARCH, 3), SHAPE, TARGET, label="b", source={})
+    serve(served, 9)
+    assert len(walks) == 2
+    assert len(served._baked) == 2
+
+
 def test_epochs_of_one_call_start_nothing():
     weights = random_weights(ARCH)
     live = LiveFingerprint(weights)

@@ -546,6 +546,27 @@ def test_a_restart_in_mid_build_leaves_nothing_behind(server):
     assert f"{server.base}" not in "".join(x for x in out.splitlines() if "worker.py" in x)
 
 
+def test_disabled_and_enabled_again(server):
+    """Without the pack the host is as before; with it again, its engines serve at once."""
+    reference = draw(server, policy=WAIT)
+    pack = server.base / "custom_nodes" / AWKWARD
+    disabled = pack.with_name(f"{AWKWARD}.disabled")
+    server.stop()
+    pack.rename(disabled)
+    server.start()
+    assert "EngineRoomModel" not in server.get("/object_info")
+    assert relative_l2(draw(server), reference) <= TOLERANCE
+    server.stop()
+    disabled.rename(pack)
+    server.start()
+    draw(server, policy=NEVER)  # what is on disk is loaded in the background
+    while server.get("/engine_room/status")["wanted"]:
+        time.sleep(0.1)
+    latent, counts = counted(server, policy=NEVER, seed=2)
+    assert relative_l2(latent, draw(server, seed=2)) <= TOLERANCE
+    assert counts == (3, 0)
+
+
 def test_the_log_is_quiet(server):
     """No traceback of ours in all of the above, but for the errors that were provoked."""
     log = server.log.read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "extension").rglob("*.py"))
 CORE = sorted(p for p in (ROOT / "extension").rglob("*.py") if "hosts" not in p.parts)
 MODULES = [p.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for p in CORE]
 HOSTS = ("modules", "modules_forge", "comfy", "folder_paths", "gradio", "server", "backend",
@@ -165,3 +166,21 @@ def test_no_torch_name_newer_than_2_1():
             for part in name.split(".")[1:3]:
                 assert hasattr(value, part), f"{path.name}:{node.lineno} {name}"
                 value = getattr(value, part)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_executable_is_loaded_from_a_file(path):
+    """No pickle but through ``weights_only=True``; no host code and no plugins from engines."""
+    text = path.read_text(encoding="utf-8")
+    assert "engine_host_code_allowed" not in text
+    assert "load_library" not in text
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+            assert not {"pickle", "dill", "marshal", "shelve"} & set(names)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "torch.load",
+            "torch.jit.load",
+        ):
+            safe = [k.value.value for k in node.keywords if k.arg == "weights_only"]
+            assert safe == [True]

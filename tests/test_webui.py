@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import urllib.error
 import urllib.request
 
@@ -192,6 +193,29 @@ def test_low_memory_modes(flag, expected, words, tmp_path):
         assert server.counts() == expected
         reasons = server.get("/engine-room/status")["reasons"]
         assert words in "".join(reason["text"] for reason in reasons)
+    finally:
+        server.stop()
+
+
+def test_uninstalled_it_leaves_the_host_as_it_was(tmp_path):
+    """The folder is removed, as the extension manager does; settings and engines stay, unused."""
+    checkout, reason = find_host("a1111")
+    if checkout is None:
+        pytest.skip(reason)
+    server = WebuiServer("a1111", checkout, tmp_path)
+    write_models(server.base)
+    server.start()
+    try:
+        with_us, infotext = server.draw("wait")
+        assert "3 of 3 UNet calls" in infotext
+        server.stop()
+        shutil.rmtree(server.base / "extensions" / "we ird-name.v2")
+        server.start()
+        without, infotext = server.draw("wait")
+        assert "Engine Room" not in infotext
+        assert distance(without, with_us) <= TOLERANCE
+        log = server.log.read_text().rpartition("Startup time")[0]
+        assert "Traceback" not in log.rpartition("Startup time")[2]
     finally:
         server.stop()
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..architecture import Architecture
 from ..doctor import HostFacts
 from ..errors import EngineRoomError, SettingError
-from ..key import EngineKey
 from ..library import State
 from ..machine import machine_of
 from ..memory import hwc8_bytes, parameter_bytes
@@ -275,7 +274,7 @@ def verify(host: UiHost, stem: str) -> str:
     job = host.job(key.shape)
     if key.architecture != job.arch.for_shape(key.shape).id:
         return f"{stem}: its files are whole. Load a model of its kind to compare its results."
-    target = replace_target(job.target, key)
+    target = Target.of_key(key, host.device())
     engine = load_engine(room.library, entry, target)
     try:
         result = compare_with_torch(room.library, entry, engine, job.arch, None, target)
@@ -283,13 +282,3 @@ def verify(host: UiHost, stem: str) -> str:
         engine.close()
     result.require(stem)
     return f"{stem}: right; worst error {result.worst:.2g}, allowed {result.limit:.2g}."
-
-
-def replace_target(target: Target, key: EngineKey) -> Target:
-    """The target that an engine was built for, on the host's device."""
-    return Target(
-        device=target.device,
-        backend=key.backend,
-        dtype=key.io_dtype,
-        capabilities=key.capabilities,
-    )

@@ -27,7 +27,6 @@ INTRODUCTION = (
     "background; until one is ready, and wherever none can help, pictures come as always."
 )
 SHARED, BAKED = "shared: works with every checkpoint and LoRA (recommended)", "baked: this one only"
-SECTIONS = ("build", "engines", "compare", "doctor")
 
 
 def copyable(textbox: Any) -> dict[str, bool]:

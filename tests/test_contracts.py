@@ -1,0 +1,276 @@
+"""Each adapter on a fake of its host: the same as without us, exact counts, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from extension.shapes import Shape
+from tests import support_fakes as fakes
+from tests.support_models import control_of, random_inputs, relative_l2
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+# At 8x8 the lowest level has one pixel, and group norms over two values amplify any rounding.
+SHAPE = Shape(batch=2, height=16, width=16)
+
+
+def call_of(shape=SHAPE, seed=1):
+    inputs = random_inputs(fakes.ARCH, shape, seed)
+    return [inputs[name] for name in ("x", "timesteps", "context")]
+
+
+def counted(room, unet, work):
+    """The result of ``work``, and the calls that engines and the host's network computed."""
+    before, host = room.counters.totals[0], type(unet).calls
+    out = work()
+    return out, (room.counters.totals[0] - before, type(unet).calls - host)
+
+
+@pytest.fixture
+def comfy(monkeypatch, tmp_path):
+    patcher = fakes.comfy(monkeypatch, tmp_path)
+    routing = importlib.import_module("extension.hosts.comfy.routing")
+    yield patcher, routing
+    routing.room().close()
+
+
+def check_comfy(comfy, expected, *, shape=SHAPE, policy="wait", **options):
+    patcher, routing = comfy
+    unet = patcher.model.diffusion_model
+    reference = patcher.run(*call_of(shape), **options)
+    routed = routing.route(patcher, policy=policy)
+    out, counts = counted(routing.room(), unet, lambda: routed.run(*call_of(shape), **options))
+    assert relative_l2(out, reference) <= TOLERANCE
+    assert counts == expected
+    return routed
+
+
+def test_comfyui_serves_and_leaves_the_plain_patcher_alone(comfy):
+    patcher, routing = comfy
+    routed = check_comfy(comfy, (3, 0), calls=3)
+    unet = patcher.model.diffusion_model
+    _, counts = counted(routing.room(), unet, lambda: patcher.run(*call_of()))
+    assert counts == (0, 1)
+    twice = routing.route(routing.route(routed, policy="wait"), policy="wait")
+    assert sum(map(len, twice.wrappers["diffusion_model"].values())) == 1
+    off = routing.unroute(twice)
+    _, counts = counted(routing.room(), unet, lambda: off.run(*call_of()))
+    assert counts == (0, 1)
+    assert "forward" not in unet.__dict__
+
+
+def control_lists():
+    control = control_of(random_inputs(fakes.ARCH, replace(SHAPE, control=True)))
+    return {"input": [], "middle": list(control.middle), "output": list(control.output)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1, 0)),
+        ({"shape": replace(SHAPE, batch=3)}, (1, 0)),
+        ({"shape": Shape(batch=1, height=15, width=17, tokens=154)}, (1, 0)),
+        ({"patches": {"attn2_patch": [print]}}, (0, 1)),
+        ({"policy": "never"}, (0, 1)),
+        ({"ref_latents": [torch.zeros(1)]}, (0, 1)),
+    ],
+)
+def test_comfyui_case_by_case(comfy, options, expected):
+    check_comfy(comfy, expected, **options)
+
+
+def test_comfyui_control_is_served_and_a_fallback_finds_its_lists_whole(comfy):
+    check_comfy(comfy, (1, 0), control=control_lists())
+    check_comfy(comfy, (0, 1), control=control_lists(), patches={"attn2_patch": [print]})
+
+
+def test_comfyui_weights_that_change_between_runs(comfy):
+    patcher, routing = comfy
+    routed = check_comfy(comfy, (1, 0))
+    with torch.no_grad():
+        patcher.model.diffusion_model.out[2].bias += 0.3
+    check_comfy(comfy, (1, 0))
+    entries = routing.room().library.entries()
+    assert len(entries) == 1
+    assert routed.run(*call_of()).shape == (2, 4, 16, 16)
+
+
+def test_comfyui_hooks_make_every_call_an_epoch(comfy):
+    patcher, routing = comfy
+    base = patcher.model
+    first = routing.weights_epoch(base, 1)
+    base.current_patcher = patcher
+    assert routing.weights_epoch(base, 1) == first
+    patcher.current_hooks = ["lora"]
+    assert routing.weights_epoch(base, 1) != routing.weights_epoch(base, 1)
+
+
+def test_comfyui_an_error_of_ours_goes_to_the_host(comfy, monkeypatch):
+    _, routing = comfy
+
+    def broken(*args):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(routing, "describe", broken)
+    check_comfy(comfy, (0, 1))
+
+
+def test_comfyui_a_model_that_is_unloaded_gives_its_copies_back(comfy, monkeypatch):
+    _, routing = comfy
+    routed, released = check_comfy(comfy, (1, 0)), []
+    monkeypatch.setattr(routing.room().pool, "release_weights", lambda: released.append(1))
+    routed.tell("on_detach", False)
+    assert released == []
+    routed.tell("on_detach", True)
+    assert released == [1]
+
+
+# The Forge family
+
+
+@pytest.fixture
+def forge(monkeypatch, tmp_path):
+    host = fakes.webui(monkeypatch, tmp_path, forge=True)
+    host.adapter = importlib.import_module("extension.hosts.webui.forge")
+    host.room = importlib.import_module("extension.hosts.webui.room").room
+    host.job = type("P", (), {"sd_model": host.model})()
+    yield host
+    host.room().close()
+
+
+def check_forge(host, expected, **more):
+    reference = host.model.forge_objects.unet.run(*call_of(), **more)
+    before = host.model.forge_objects.unet
+    host.adapter.attach(host.job)
+    patcher = host.model.forge_objects.unet
+    out, counts = counted(host.room(), host.unet, lambda: patcher.run(*call_of(), **more))
+    assert relative_l2(out, reference) <= TOLERANCE
+    assert counts == expected
+    assert "forward" not in host.unet.__dict__
+    host.model.forge_objects.unet = before
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, (1, 0)),
+        ({"transformer_options": {"patches": {"output_block_patch": [print]}}}, (0, 1)),
+        ({"unknown": torch.zeros(1)}, (0, 1)),
+    ],
+)
+def test_forge_case_by_case(forge, more, expected):
+    check_forge(forge, expected, **more)
+
+
+def test_forge_chains_after_another_wrapper_and_survives_deep_copies(forge):
+    patcher = forge.model.forge_objects.unet
+    patcher.set_model_unet_function_wrapper(
+        lambda apply, a: apply(a["input"], a["timestep"], **a["c"]) * 0.5
+    )
+    check_forge(forge, (1, 0))
+    forge.adapter.attach(forge.job)
+    forge.adapter.attach(forge.job)
+    wrapper = forge.model.forge_objects.unet.model_options["model_function_wrapper"]
+    assert copy.deepcopy(wrapper) is wrapper
+    assert not isinstance(wrapper.before, type(wrapper))
+
+
+def test_forge_off_and_refiners(forge):
+    forge.shared.opts.engine_room_policy = "off"
+    forge.adapter.attach(forge.job)
+    forge.adapter.keep(None)
+    assert "model_function_wrapper" not in forge.model.forge_objects.unet.model_options
+    forge.shared.opts.engine_room_policy = "wait"
+    forge.adapter.keep(None)
+    routed = forge.model.forge_objects.unet
+    assert "model_function_wrapper" in routed.model_options
+    forge.adapter.keep(None)
+    assert forge.model.forge_objects.unet is routed
+
+
+def test_forge_an_exception_of_the_host_leaves_nothing_behind(forge):
+    forge.adapter.attach(forge.job)
+    patcher = forge.model.forge_objects.unet
+    with pytest.raises(Exception, match=r"(?s)."):
+        patcher.run(torch.zeros(2, 4, 8, 8), torch.zeros(2), torch.zeros(2, 77, 3))
+    assert "forward" not in forge.unet.__dict__
+
+
+# AUTOMATIC1111
+
+
+@pytest.fixture
+def a1111(monkeypatch, tmp_path):
+    host = fakes.webui(monkeypatch, tmp_path, forge=False)
+    host.adapter = importlib.import_module("extension.hosts.webui.a1111")
+    host.room = importlib.import_module("extension.hosts.webui.room").room
+    yield host
+    host.room().close()
+
+
+def check_a1111(host, expected):
+    reference = host.unet.forward(*call_of())
+    engine = host.adapter.OPTION.create_unet()
+    engine.activate()
+    host.adapter.begin()
+    out, counts = counted(host.room(), host.unet, lambda: engine.forward(*call_of()))
+    assert relative_l2(out, reference) <= TOLERANCE
+    assert counts == expected
+
+
+def test_a1111_serves(a1111):
+    check_a1111(a1111, (1, 0))
+    assert a1111.adapter.OPTION.model_name == "a"
+
+
+@pytest.mark.parametrize(
+    "feature",
+    ["hypernetwork", "token merging", "tiling", "lowvram", "policy off", "hook", "forward"],
+)
+def test_a1111_features_go_to_the_host(a1111, feature, monkeypatch):
+    """Each is switched off again, and the engine serves again."""
+    if feature == "hypernetwork":
+        a1111.shared.loaded_hypernetworks.append("x")
+    elif feature == "token merging":
+        a1111.model.applied_token_merged_ratio = 0.5
+    elif feature == "tiling":
+        a1111.hijack.circular_enabled = True
+    elif feature == "lowvram":
+        a1111.shared.cmd_opts.lowvram = True
+    elif feature == "policy off":
+        a1111.shared.opts.engine_room_policy = "off"
+    elif feature == "hook":
+        handle = a1111.unet.out[2].register_forward_hook(lambda *args: None)
+    else:
+        layer = a1111.unet.out[2]
+        layer.forward = lambda x: type(layer).forward(layer, x)
+    check_a1111(a1111, (0, 1))
+    a1111.shared.loaded_hypernetworks.clear()
+    a1111.model.applied_token_merged_ratio = 0
+    a1111.hijack.circular_enabled = a1111.shared.cmd_opts.lowvram = False
+    a1111.shared.opts.engine_room_policy = "wait"
+    if feature == "hook":
+        handle.remove()
+    a1111.unet.out[2].__dict__.pop("forward", None)
+    check_a1111(a1111, (1, 0))
+
+
+def test_a1111_off_means_that_automatic_finds_nothing(a1111):
+    a1111.shared.opts.engine_room_policy = "off"
+    assert a1111.adapter.OPTION.model_name is None
+
+
+@pytest.mark.parametrize("value", ["nonsense", None, 7, float("nan"), "1e9", -3, float("inf")])
+def test_settings_that_someone_wrote_by_hand(a1111, value):
+    """A damaged settings file costs the defaults, nothing more."""
+    settings = importlib.import_module("extension.hosts.webui.settings")
+    for name in ("policy", "tier", "after_calls", "most"):
+        setattr(a1111.shared.opts, f"engine_room_{name}", value)
+    assert settings.policy() == "background"
+    assert settings.tier() == "auto"
+    assert 1 <= settings.tier_settings().after_calls <= 200
+    assert 1 <= settings.engines_in_memory() <= 32
