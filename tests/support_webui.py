@@ -162,9 +162,10 @@ class WebuiServer:
         env = {**os.environ, "ENGINE_ROOM_PACKAGES": str(self.base / "packages"),
                "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
                "PYTHONDONTWRITEBYTECODE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # fmt: skip
+        before = self.starts()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=self.base, stdout=log, stderr=log, env=env)
-        self.wait_until_up(0)
+        self.wait_until_up(before)
         self.get("/sdapi/v1/sd-models")
 
     def wait_until_up(self, starts: int) -> None:
@@ -178,7 +179,7 @@ class WebuiServer:
 
     def starts(self) -> int:
         """How often the host has started, reloads of its UI included."""
-        return self.log.read_text().count("Startup time")
+        return self.log.read_text().count("Startup time") if self.log.exists() else 0
 
     def stop(self) -> None:
         """End the process."""
