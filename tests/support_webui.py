@@ -216,10 +216,11 @@ class WebuiServer:
         return info, values
 
     def draw(self, policy, *, patch=None, **job):
-        """A job; its latents, infotext and the engine's share of its calls."""
+        """A job; its latents and infotext. ``policy`` None where our settings are unknown."""
         (self.base / "probe.json").write_text(json.dumps({"patch": patch}))
         # The hosts put back only what stood in their settings file before.
-        settings = {"engine_room_policy": policy, "live_previews_enable": False,
+        ours = {} if policy is None else {"engine_room_policy": policy}
+        settings = {**ours, "live_previews_enable": False,
                     "token_merging_ratio": 0.0, "sd_model_checkpoint": "a.safetensors"}  # fmt: skip
         fields = {"prompt": "a lighthouse", "negative_prompt": "fog", "steps": 3, "width": 64,
                   "height": 64, "seed": 1, "cfg_scale": 5.0, "sampler_name": "Euler",

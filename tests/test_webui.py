@@ -211,7 +211,7 @@ def test_uninstalled_it_leaves_the_host_as_it_was(tmp_path):
         server.stop()
         shutil.rmtree(server.base / "extensions" / "we ird-name.v2")
         server.start()
-        without, infotext = server.draw("wait")
+        without, infotext = server.draw(None)
         assert "Engine Room" not in infotext
         assert distance(without, with_us) <= TOLERANCE
         log = server.log.read_text().rpartition("Startup time")[0]
