@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html.parser
-import time
 
 import pytest
 from PIL import Image
@@ -176,7 +175,7 @@ def test_lora_tags():
 
 @pytest.mark.parametrize(
     ("when", "words"),
-    [(None, "never"), ("nonsense", "never"), (0, "days ago"), (time.time() + 9e9, "just now")],
+    [(None, "never"), ("nonsense", "never"), (0, "days ago"), (99e9, "just now")],
 )
 def test_times_read_well(when, words):
     assert words in facts.ago(when)
