@@ -154,11 +154,9 @@ def _backend(name: str, device: str, todo: list[str], selftest: bool) -> str:
 
 def _selftest(name: str, device: str) -> str:
     """Build the tiny engine in the worker; run and compare it where this device can."""
-    runs = (name == CPU_BACKEND) == (device == "cpu")
-    capability = "cpu"
-    if name != CPU_BACKEND:
-        capability = machine_of(device).capability if runs else FALLBACK_CAPABILITY
-    place = device if runs and name != CPU_BACKEND else "cpu"
+    place = "cpu" if name == CPU_BACKEND else device
+    runs = name == CPU_BACKEND or device != "cpu"
+    capability = machine_of(place).capability if runs else FALLBACK_CAPABILITY
     setup = WorkerSetup(
         packages=packages.worker_folders(name), hide_gpu=can_build_ahead((capability,))
     )
@@ -171,7 +169,7 @@ def _selftest(name: str, device: str) -> str:
         }
         done = run_job(job, setup=setup, limits=Limits(seconds=SELFTEST_SECONDS))
         built = f"built a test engine in {done['build_seconds']:.1f} s"
-        if not runs and name != CPU_BACKEND:
+        if not runs:
             return f"{built} (not run: no GPU here)"
         data = (Path(folder) / SELFTEST_ENGINE).read_bytes()
     with torch.inference_mode(False):

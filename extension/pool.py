@@ -58,6 +58,11 @@ class EnginePool:
         with self.lock:
             return [entry.candidate for entry in self._engines.values()]
 
+    def holds(self, stem: str) -> bool:
+        """Whether the engine is loaded."""
+        with self.lock:
+            return stem in self._engines
+
     def use(self, stem: str) -> LoadedEngine:
         """The engine, marked as just used; KeyError where it is not loaded."""
         with self.lock:

@@ -190,8 +190,7 @@ class Room:
     def want_baked(self, arch: Architecture, entry: Entry, device: str) -> None:
         """Load a baked engine in the background, unless it is there, on its way, or failed."""
         stem = entry.stem
-        loaded = any(candidate.stem == stem for candidate in self.pool.candidates())
-        if not (loaded or stem in self.tiers.failed or stem in self.tiers.wanted):
+        if not (self.pool.holds(stem) or stem in self.tiers.failed or stem in self.tiers.wanted):
             self.tiers.want(baked_job(arch, entry, device))
 
     def install(self) -> None:

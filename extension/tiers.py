@@ -134,7 +134,7 @@ class TierManager:
             return False
         job, key = found
         stem, policy = key.stem, policy or self.settings.policy
-        if stem in self.failed or stem in self._wanted or self._is_loaded(stem):
+        if stem in self.failed or stem in self._wanted or self.pool.holds(stem):
             return False
         present = self.library.find(key, job.target.machine) is not None
         if policy == "wait":
@@ -168,8 +168,8 @@ class TierManager:
         bound = replace(copied, conv3x3_format="linear")
         if not self.settings.staging:
             return bound
-        if self._is_loaded(copied.stem) or self._is_loaded(bound.stem):
-            return copied if self._is_loaded(copied.stem) else bound
+        if self.pool.holds(copied.stem) or self.pool.holds(bound.stem):
+            return copied if self.pool.holds(copied.stem) else bound
         room = free_bytes(job.target.device)
         return copied if room > HEADROOM * hwc8_bytes(job.arch) else bound
 
@@ -214,7 +214,7 @@ class TierManager:
             tell("building", progress=progress)
 
         with self._working:
-            if self._is_loaded(key.stem):
+            if self.pool.holds(key.stem):
                 return True
             try:
                 entry = self._entry(key, job, show, cancel)
@@ -272,9 +272,6 @@ class TierManager:
             budget = int(free_bytes(target.device) / HEADROOM)
         self.pool.add(candidate_of(entry, target, ready=True), engine, staging_budget=budget)
         self.library.update_state(entry.stem, last_used=time.time())
-
-    def _is_loaded(self, stem: str) -> bool:
-        return any(candidate.stem == stem for candidate in self.pool.candidates())
 
     def _work(self) -> None:
         while True:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,16 @@ def job_of(model: Any, shape: Shape, precision: str = "") -> Job:
     return Job(arch=arch, shape=shape, target=target)
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A cancelled job ends as the host's own interrupt where that is what cancelled it."""
+    try:
+        yield
+    except CancelledError:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise
+
+
 def build(model: Any, shape: Shape, *, precision: str = "") -> str:
     """Build, verify and load the engine for ``shape``; returns a report.
 
@@ -57,11 +69,8 @@ def build(model: Any, shape: Shape, *, precision: str = "") -> str:
     tiers.failed.pop(key.stem, None)
     present = room().library.find(key) is not None
     progress, started = WaitProgress(), time.monotonic()
-    try:
+    with _interruptible():
         ready = tiers.provide(job, on_progress=progress, cancel=progress.cancel)
-    except CancelledError:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise
     if not ready:
         raise SettingError(f"No engine: {tiers.failed[key.stem]}")
     entry = room().library.entry(key.stem, job.target.machine)
@@ -81,23 +90,19 @@ def bake(model: Any, shape: Shape, *, precision: str = "") -> str:
     """
     job = job_of(model, shape, precision)
     progress, started = WaitProgress(), time.monotonic()
-    try:
-        with torch.inference_mode(False):
-            entry = baking.bake(
-                room().library,
-                job.arch,
-                PatchedWeights(model),
-                shape,
-                job.target,
-                label=", ".join(["model", *_patch_words(model)]),
-                source={"host": "ComfyUI"},
-                model=model_facts(model),
-                on_progress=progress,
-                cancel=progress.cancel,
-            )
-    except CancelledError:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise
+    with _interruptible(), torch.inference_mode(False):
+        entry = baking.bake(
+            room().library,
+            job.arch,
+            PatchedWeights(model),
+            shape,
+            job.target,
+            label=", ".join(["model", *_patch_words(model)]),
+            source={"host": "ComfyUI"},
+            model=model_facts(model),
+            on_progress=progress,
+            cancel=progress.cancel,
+        )
     seconds = time.monotonic() - started
     return (
         f"{job.arch.label}, {shape.label}: baked engine {entry.stem}, {seconds:.0f} s, "
@@ -120,20 +125,16 @@ def export(model: Any, name: str) -> str:
     arch = served_model(model).require()
     folder = child_folder(Path(folder_paths.get_output_directory()), name)
     progress = WaitProgress()
-    try:
-        with torch.inference_mode(False):
-            export_pair(
-                PatchedWeights(model),
-                arch,
-                folder,
-                dtype="fp16",
-                origin={"host": "ComfyUI"},
-                on_progress=progress,
-                cancel=progress.cancel,
-            )
-    except CancelledError:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise
+    with _interruptible(), torch.inference_mode(False):
+        export_pair(
+            PatchedWeights(model),
+            arch,
+            folder,
+            dtype="fp16",
+            origin={"host": "ComfyUI"},
+            on_progress=progress,
+            cancel=progress.cancel,
+        )
     return str(folder)
 
 

@@ -159,7 +159,7 @@ class BakedNetwork(nn.Module):
         self._routed.modes = ("baked",)
 
     def _provide(self, call: Call, answer: Host) -> bool:
-        if any(candidate.stem == self.stem for candidate in room().pool.candidates()):
+        if room().pool.holds(self.stem):
             return False
         room().tiers.failed.pop(self.stem, None)
         return room().tiers.provide(baked_job(self._arch, self._entry, call.device))

@@ -27,6 +27,12 @@ def room() -> Room:
     return Room(settings.folder())
 
 
+def configure() -> None:
+    """A job begins: take what is set now."""
+    room().tiers.settings = settings.tier_settings()
+    room().pool.most = settings.engines_in_memory()
+
+
 def unloaded() -> None:
     """The host reloads its scripts: stop building; engines stay, since the core does."""
     if room.cache_info().currsize:
@@ -59,8 +65,7 @@ def serve(
     served: ServedModel, args: tuple[Any, ...], *, epoch: Hashable, features: list[str]
 ) -> Any:
     """One call through engines under the settings; None where the host must serve."""
-    progress, own = JobProgress(), room()
-    own.tiers.settings, own.pool.most = settings.tier_settings(), settings.engines_in_memory()
+    progress = JobProgress()
     served.tier = settings.tier()
     served.policy, served.on_progress, served.cancel = settings.policy(), progress, progress.cancel
     return served.serve(*args, epoch=epoch, features=features)

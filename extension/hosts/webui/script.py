@@ -21,7 +21,8 @@ class EngineRoomScript(scripts.Script):  # type: ignore[misc]
         return scripts.AlwaysVisible
 
     def process(self, p: Any, *args: Any) -> None:
-        """A job begins: count its calls from here."""
+        """A job begins: its settings hold, and its calls are counted from here."""
+        room.configure()
         self.before = room.room().counters.totals
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
