@@ -31,6 +31,7 @@ from extension.parity import random_inputs, reference, relative_l2, strong_weigh
 from extension.shapes import Shape
 from extension.synthetic import random_unet
 
+from .profiling import kernels
 from .timing import interleave
 
 SMALL = replace(
@@ -174,23 +175,6 @@ def build(arch: Architecture, shape: Shape, names: frozenset[str], **spec: Any) 
         return backend.load(out.read_bytes(), device="cuda:0")
 
 
-def kernels(engine: Any) -> dict[str, Any]:
-    """Launches and microseconds of one call, in all and for the kernels that take longest."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine._enqueue()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.key_averages() if e.device_time_total]
-    events.sort(key=lambda e: -e.device_time_total)
-    return {
-        "launches": sum(e.count for e in events),
-        "microseconds": round(sum(e.device_time_total for e in events)),
-        "longest": [[e.key[:110], e.count, round(e.device_time_total)] for e in events[:14]],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="the whole SD1.5 UNet")
@@ -222,9 +206,10 @@ def main() -> None:
             continue
         errors = {}
         for key, weights in sources.items():
-            Binding(engine, device).refresh(weights, epoch=key)
+            binding = Binding(engine, device)  # holds the copies until the call is over
+            binding.refresh(weights, epoch=key)
             errors[key] = relative_l2(engine.run(half), expected[key])
-        rows[text or "as emitted"] = {**errors, "kernels": kernels(engine)}
+        rows[text or "as emitted"] = {**errors, "kernels": kernels(engine._enqueue)}
         peers[text or "as emitted"] = lambda engine=engine: engine.run(half)
         shown = rows[text or "as emitted"]["kernels"]
         print(text or "as emitted", errors, shown["launches"], shown["microseconds"], flush=True)

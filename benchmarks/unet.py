@@ -32,7 +32,15 @@ from extension.serving import Target
 from extension.shapes import Shape
 from extension.synthetic import random_unet
 
+from .profiling import kernels
 from .timing import interleave
+
+STEPS = 10
+CHECKS: dict[str, Callable[[torch.Tensor], object]] = {
+    "unchecked": lambda out: None,
+    "flag on the GPU": lambda out: torch.isfinite(out).all(),
+    "waiting for the flag": lambda out: bool(torch.isfinite(out).all()),
+}
 
 CASES: dict[str, tuple[Architecture, Shape]] = {
     "sd15-512-b2": (SD15, Shape(batch=2, height=64, width=64)),
@@ -171,7 +179,31 @@ class Bench:
                 "plain_call_ms": round(1e3 * plain, 2),
             }
 
+    def check_cost(self) -> None:
+        """Milliseconds a step of a sampler's loop: unchecked, and with each output checked."""
+        for label, (engine, _) in self.engines.items():
+            peers = {
+                how: lambda engine=engine, check=check: self._loop(engine, check)
+                for how, check in CHECKS.items()
+            }
+            timings = interleave(peers, rounds=3, calls=2)
+            self.out.setdefault("check_cost", {})[label] = {
+                how: round(timing.median / STEPS, 4) for how, timing in timings.items()
+            }
+
+    def _loop(self, engine: Engine, check: Callable[[torch.Tensor], object]) -> None:
+        """What a sampler does: guidance, an Euler step, the next input."""
+        x = self.inputs["x"].clone()
+        for step in range(STEPS):
+            out = engine.run({**self.inputs, "x": x}).clone()
+            check(out)
+            cond, uncond = out.chunk(2)
+            guided = uncond + (cond - uncond) * 7.0
+            x = x - torch.cat([guided, guided]) * (0.01 / (step + 1))
+
     def time(self) -> None:
+        for name, call in self.peers.items():
+            self.out.setdefault("kernels", {})[name] = kernels(call)
         timings = interleave(self.peers)
         self.out["ms"] = {name: timing.to_json() for name, timing in timings.items()}
         best = min(self.out["ms"][n]["median"] for n in self.engines) if self.engines else None
@@ -238,6 +270,7 @@ def main() -> None:
             bench.add_engine(label, **ENGINES[label])
         bench.add_torch(compiled=args.compile)
         bench.time()
+        bench.check_cost()
         bench.lora_change()
         path.write_text(json.dumps(out, indent=1))
         print(json.dumps(out, indent=1))

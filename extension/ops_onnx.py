@@ -13,6 +13,11 @@ OPSET = 22  # the first in which convolutions take bf16
 IR_VERSION = 10
 MAX_PERIOD = 10000.0
 LAYER_NORM_EPS = 1e-5
+# TensorRT-RTX 1.6 on an H200 computes fused attention over more than this many pairs of row and
+# head with a slower and less exact kernel: 0.75 ms instead of 0.26 for SD1.5's widest
+# (benchmarks/results/attention.json). Short ones are not worth a split, and every part is a
+# kernel of its own: more parts than these cost more disk and build time than they save.
+ATTENTION_ROWS, LONG_ATTENTION, MOST_GROUPS = 10, 2048, 4
 
 Dim = int | str
 
@@ -119,7 +124,7 @@ class OnnxOps:
         bias = self._parameter(f"{name}.bias", (out,))
         flat = self._node("Reshape", [weight, self._shape([out, channels])], f"{name}/flat")
         result = self._product(self.to_tokens(x).name, flat, [bias], name)
-        return self.to_map(Value(result, (x.dims[0], "tokens", out)), x)
+        return self.to_map(Value(result, (x.dims[0], _tokens(x.dims[2:]), out)), x)
 
     def conv(self, x: Value, name: str, shape: tuple[int, int, int], *, stride: int = 1) -> Value:
         out, channels, kernel = shape
@@ -158,14 +163,32 @@ class OnnxOps:
         return Value(self._node("Mul", [x.name, gate], f"{x.name[1:]}/silu"), x.dims)
 
     def geglu(self, x: Value, name: str, channels: int, inner: int) -> Value:
-        both = self.linear(x, name, (2 * inner, channels))
-        halves = [f"/{name}/value", f"/{name}/gate"]
-        split = self._helper.make_node(
-            "Split", [both.name], halves, name=f"/{name}/split", axis=-1, num_outputs=2
+        """The bias is added to the halves: TensorRT-RTX 1.6 miscompiles a constant one added
+        before the split (relative error 0.1 on an H200, benchmarks/results/baking.json)."""
+        both = self.linear(x, name, (2 * inner, channels), bias=False)
+        bias = self._parameter(f"{name}.bias", (2 * inner,))
+        value, gate = (
+            self._node("Add", pair, f"{name}/{part}")
+            for part, *pair in zip(
+                ("value", "gate"),
+                self._split(both.name, -1, 2, name),
+                self._split(bias, -1, 2, f"{name}/bias"),
+                strict=True,
+            )
         )
-        self.nodes.append(split)
-        gate = self._node("Gelu", [halves[1]], f"{name}/gelu")
-        return Value(self._node("Mul", [halves[0], gate], f"{name}/geglu"), (*x.dims[:-1], inner))
+        gate = self._node("Gelu", [gate], f"{name}/gelu")
+        return Value(self._node("Mul", [value, gate], f"{name}/geglu"), (*x.dims[:-1], inner))
+
+    def _split(self, name: str, axis: int, count: int, label: str) -> list[str]:
+        """Equal parts of a tensor along ``axis``."""
+        if count == 1:
+            return [name]
+        parts = [f"/{label}/part_{i}" for i in range(count)]
+        node = self._helper.make_node(
+            "Split", [name], parts, name=f"/{label}/split", axis=axis, num_outputs=count
+        )
+        self.nodes.append(node)
+        return parts
 
     def attention(
         self, q: Value, k: Value, v: Value, heads: int, channels: int, *, fp32: bool
@@ -179,14 +202,23 @@ class OnnxOps:
         key = self._node("Transpose", [parts[1]], f"{label}/key", perm=[0, 2, 3, 1])
         query = self._node("Transpose", [query], f"{label}/query", perm=[0, 2, 1, 3])
         value = self._node("Transpose", [parts[2]], f"{label}/value", perm=[0, 2, 1, 3])
-        scores = self._node("MatMul", [query, key], f"{label}/scores")
-        weights = self._node("Softmax", [scores], f"{label}/softmax", axis=-1)
-        out = self._node("MatMul", [weights, value], f"{label}/weighted")
+        groups = attention_groups(q.dims, k.dims, heads)
+        out = self._attended([query, key, value], groups, label)
         if dtype != self.dtype:
             out = self._cast(out, self.dtype, f"{label}/cast")
         out = self._node("Transpose", [out], f"{label}/joined", perm=[0, 2, 1, 3])
         out = self._node("Reshape", [out, self._shape([0, 0, channels])], f"{label}/attended")
         return Value(out, q.dims)
+
+    def _attended(self, parts: Sequence[str], groups: int, label: str) -> str:
+        """Softmax-weighted values of all heads [B, H, N, d], by ``groups`` of heads."""
+        split = [self._split(name, 1, groups, name[1:]) for name in parts]
+        found = []
+        for query, key, value in zip(*split, strict=True):
+            scores = self._node("MatMul", [query, key], f"{label}/scores")
+            weights = self._node("Softmax", [scores], f"{label}/softmax", axis=-1)
+            found.append(self._node("MatMul", [weights, value], f"{label}/weighted"))
+        return found[0] if groups == 1 else self._node("Concat", found, f"{label}/groups", axis=1)
 
     def _split_heads(self, x: Value, heads: int, channels: int) -> str:
         shape = self._shape([0, 0, heads, channels // heads])
@@ -219,7 +251,7 @@ class OnnxOps:
         last = self._node("Transpose", [x.name], f"{x.name[1:]}/last", perm=[0, 2, 3, 1])
         shape = self._shape([0, -1, x.dims[1]])  # type: ignore[list-item]
         name = self._node("Reshape", [last, shape], f"{x.name[1:]}/tokens")
-        return Value(name, (x.dims[0], "tokens", x.dims[1]))
+        return Value(name, (x.dims[0], _tokens(x.dims[2:]), x.dims[1]))
 
     def to_map(self, x: Value, like: Value) -> Value:
         size = like.dims[2:]
@@ -264,6 +296,24 @@ class OnnxOps:
     def _join_shape(self, head: str, like: Value, *tail: str) -> str:
         size = self._node("Shape", [like.name], f"{like.name[1:]}/size", start=2, end=4)
         return self._node("Concat", [head, size, *tail], f"{like.name[1:]}/target", axis=0)
+
+
+def attention_groups(query: Sequence[Dim], key: Sequence[Dim], heads: int) -> int:
+    """How many groups of heads an attention is split into: 1 for short ones and unknown sizes.
+
+    Args:
+        query, key: dimensions [B, N, C] of both.
+    """
+    batch, rows = query[0], key[1]
+    if not isinstance(batch, int) or not isinstance(rows, int) or rows < LONG_ATTENTION:
+        return 1
+    divisors = [n for n in range(1, MOST_GROUPS + 1) if heads % n == 0]
+    return next((n for n in divisors if batch * heads // n <= ATTENTION_ROWS), divisors[-1])
+
+
+def _tokens(size: Sequence[Dim]) -> Dim:
+    height, width = size
+    return height * width if isinstance(height, int) and isinstance(width, int) else "tokens"
 
 
 def _known(dims: Sequence[Dim]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from .binding import Binding
 from .engine.interface import Engine
+from .engine.scratch import free_scratch, scratch_bytes
 from .log import logger
 from .router import Candidate
 
@@ -21,6 +22,7 @@ class LoadedEngine:
     engine: Engine
     binding: Binding
     used: int = 0
+    resident_bytes: int = 0
 
 
 class EnginePool:
@@ -39,15 +41,27 @@ class EnginePool:
         self._clock = 0
 
     def add(
-        self, candidate: Candidate, engine: Engine, *, staging_budget: int | None = None
+        self,
+        candidate: Candidate,
+        engine: Engine,
+        *,
+        staging_budget: int | None = None,
+        resident_bytes: int = 0,
     ) -> None:
-        """Offer an engine to the router; the least recently used one may have to go."""
+        """Offer an engine to the router; the least recently used one may have to go.
+
+        Args:
+            staging_budget: bytes of copies of weights allowed; None is no limit.
+            resident_bytes: of weights inside the engine.
+        """
         device = torch.device(candidate.device)
         binding = Binding(engine, device, staging_budget=staging_budget)
         with self.lock:
             self.remove(candidate.stem)
             self._clock += 1
-            self._engines[candidate.stem] = LoadedEngine(candidate, engine, binding, self._clock)
+            self._engines[candidate.stem] = LoadedEngine(
+                candidate, engine, binding, self._clock, resident_bytes
+            )
             while len(self._engines) > max(self.most, 1):
                 oldest = min(self._engines.values(), key=lambda entry: entry.used)
                 logger.info("Engine %s is unloaded: others are in use.", oldest.candidate.stem)
@@ -89,17 +103,25 @@ class EnginePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all loaded engines hold; their scratch memory is counted once."""
+        """Bytes of weights in baked engines, of copies, and of the scratch memory all share."""
         with self.lock:
-            entries = list(self._engines.values())
-            scratch = max((entry.engine.activation_bytes for entry in entries), default=0)
-            return scratch + sum(entry.binding.staged_bytes for entry in entries)
+            weights = sum(e.binding.staged_bytes + e.resident_bytes for e in self._engines.values())
+            return weights + scratch_bytes()
 
     def release_weights(self) -> None:
-        """Drop every copy of weights; they are made again when needed."""
+        """Drop every copy of weights and the scratch memory; they come back when needed."""
         with self.lock:
             for entry in self._engines.values():
                 entry.binding.release()
+            free_scratch()
+
+    def release_memory(self) -> None:
+        """Also unload baked engines, which hold their weights; the tiers load them again."""
+        with self.lock:
+            for stem, entry in list(self._engines.items()):
+                if entry.resident_bytes:
+                    self.remove(stem)
+            self.release_weights()
 
     def close(self) -> None:
         """Release every engine."""

@@ -270,7 +270,13 @@ class TierManager:
         budget = None
         if target.device != "cpu":
             budget = int(free_bytes(target.device) / HEADROOM)
-        self.pool.add(candidate_of(entry, target, ready=True), engine, staging_budget=budget)
+        baked = entry.key.weights == "baked"
+        self.pool.add(
+            candidate_of(entry, target, ready=True),
+            engine,
+            staging_budget=budget,
+            resident_bytes=entry.bytes_on_disk if baked else 0,
+        )
         self.library.update_state(entry.stem, last_used=time.time())
 
     def _work(self) -> None:

@@ -15,7 +15,7 @@ from .architecture import Architecture
 
 T = TypeVar("T")
 
-EMITTER_VERSION = 2  # raise whenever a graph made from this description could change
+EMITTER_VERSION = 3  # raise whenever a graph made from this description could change
 RES_NORM_EPS = 1e-5
 TRANSFORMER_NORM_EPS = 1e-6
 FEED_FORWARD_MULT = 4

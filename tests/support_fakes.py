@@ -110,14 +110,21 @@ class Executor:
 class ComfyPatcher:
     """comfy.model_patcher.ModelPatcher: clones share the model and copy options deeply."""
 
-    def __init__(self, base):
+    def __init__(self, base, load_device=None, offload_device=None):
         self.model, self.patches = base, {}
+        self.load_device, self.offload_device = load_device, offload_device
+        self.additional_models = {}
+        self.size = self.model_size()
         self.wrappers = defaultdict(lambda: defaultdict(list))
         self.callbacks = defaultdict(lambda: defaultdict(list))
         self.model_options = {"transformer_options": {}}
 
     def clone(self):
-        made = ComfyPatcher(self.model)
+        made = ComfyPatcher(self.model, self.load_device, self.offload_device)
+        made.additional_models = {
+            key: [model.clone() for model in models]
+            for key, models in self.additional_models.items()
+        }
         for name in ("wrappers", "callbacks"):
             for kind, keyed in getattr(self, name).items():
                 for key, found in keyed.items():
@@ -136,6 +143,15 @@ class ComfyPatcher:
 
     def remove_callbacks_with_key(self, kind, key):
         self.callbacks[kind].pop(key, None)
+
+    def model_size(self):
+        return 0
+
+    def set_additional_models(self, key, models):
+        self.additional_models[key] = models
+
+    def remove_additional_models(self, key):
+        self.additional_models.pop(key, None)
 
     def tell(self, kind, *args):
         for found in self.callbacks[kind].values():
@@ -171,6 +187,7 @@ def comfy(monkeypatch, folder):
     fakes = {
         "comfy": module("comfy"),
         "comfy.model_management": management,
+        "comfy.model_patcher": module("comfy.model_patcher", ModelPatcher=ComfyPatcher),
         "comfy.utils": module("comfy.utils", ProgressBar=bar),
         "comfy.patcher_extension": module(
             "comfy.patcher_extension", CallbacksMP=Kinds, WrappersMP=Kinds

@@ -129,6 +129,27 @@ def test_comfyui_a_model_that_is_unloaded_gives_its_copies_back(comfy, monkeypat
     assert released == [1]
 
 
+def test_comfyui_sees_the_memory_of_engines_and_may_take_it(comfy):
+    """The manager's questions, in its order: how much, take some, take all, exchange of clones."""
+    _, routing = comfy
+    routed, pool = check_comfy(comfy, (1, 0)), routing.room().pool
+    (memory,) = routed.additional_models["engine_room"]
+    assert routed.clone().additional_models["engine_room"] == [memory]
+    assert memory.is_clone(memory)
+    assert not memory.is_clone(routed)
+    (loaded,) = pool.candidates()
+    pool.use(loaded.stem).resident_bytes = 1000
+    assert memory.loaded_size() == memory.model_size() == 1000
+    memory.detach(unpatch_all=False)
+    assert memory.loaded_size() == 1000
+    assert memory.partially_unload(None, 10) == 1000
+    assert (memory.loaded_size(), memory.model_size()) == (0, 1000)
+    assert pool.candidates() == []
+    memory.detach()
+    check_comfy(comfy, (1, 0))
+    assert "engine_room" not in routing.unroute(routed).additional_models
+
+
 # The Forge family
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from extension.building import WORK_PREFIX
+from extension.engine.scratch import Scratch
 from extension.errors import BuildError, CancelledError, SettingError
 from extension.library import Library, State
 from extension.memory import hwc8_bytes
@@ -192,8 +193,8 @@ HWC8 = replace(
 class Fake:
     """An engine that only counts."""
 
-    def __init__(self, scratch=100):
-        self.weights, self.activation_bytes, self.closed = {}, scratch, 0
+    def __init__(self):
+        self.weights, self.activation_bytes, self.closed = {}, 0, 0
 
     def close(self):
         self.closed += 1
@@ -217,11 +218,83 @@ def test_the_least_recently_used_engine_goes_first():
         pool.use("b")
     pool.set_aside("a")
     assert [c.ready for c in pool.candidates()] == [False, True]
-    assert pool.nbytes == 100  # scratch memory is counted once
     assert pool.remove("a")
     assert not pool.remove("a")
     pool.close()
     assert [engines[n].closed for n in "abc"] == [1, 1, 1]
+
+
+def test_memory_that_is_taken_back_comes_again():
+    """Baked engines hold their weights and are unloaded; shared ones only lose their copies."""
+    pool, shared, baked = EnginePool(), Fake(), Fake()
+    pool.add(candidate("a"), shared)
+    pool.add(candidate("b"), baked, resident_bytes=70)
+    assert pool.nbytes == 70
+    pool.release_weights()
+    assert pool.nbytes == 70
+    pool.release_memory()
+    assert pool.nbytes == 0
+    assert [c.stem for c in pool.candidates()] == ["a"]
+    assert (shared.closed, baked.closed) == (0, 1)
+
+
+# Scratch memory
+
+
+class User:
+    """Who promised itself scratch memory."""
+
+
+def test_engines_share_one_block_as_large_as_the_largest_needs():
+    scratch, users = Scratch(torch.device("cpu")), [User(), User()]
+    scratch.join(users[0], 100)
+    with scratch.claimed() as small:
+        assert small.numel() == 100
+    scratch.join(users[1], 300)
+    scratch.join(users[0], 100)
+    with scratch.claimed() as block:
+        assert block.numel() == scratch.nbytes == 300
+        assert block.data_ptr() != small.data_ptr()
+    scratch.leave(users[1])
+    assert scratch.nbytes == 0  # what is left needs less
+    with scratch.claimed() as block:
+        assert block.numel() == 100
+    scratch.free()
+    assert scratch.nbytes == 0
+    del users[0]
+    with scratch.claimed() as block:
+        assert block.numel() == 1  # an engine that vanished without a word is forgotten
+
+
+def test_calls_take_turns_with_the_block():
+    scratch, order = Scratch(torch.device("cpu")), []
+
+    def call(name):
+        with scratch.claimed():
+            order.append(f"{name} begins")
+            threading.Event().wait(0.02)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [line.split()[1] for line in order] == ["begins", "ends"] * 2
+
+
+def test_scratch_memory_that_is_not_there_is_not_promised(monkeypatch):
+    scratch, user = Scratch(torch.device("cpu")), User()
+
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        scratch.join(user, 100)
+    monkeypatch.undo()
+    with scratch.claimed() as block:
+        assert block.numel() == 1
 
 
 def test_two_models_share_one_engine(manager):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..errors import EngineError
 from .cuda_graph import CallGraph
 from .interface import TensorSpec
+from .scratch import scratch_of
 from .trt_api import CudaEngine, dtype_name
 from .trt_build import last_fault, make_logger
 
@@ -22,6 +22,8 @@ ALIGNMENT = 256
 
 class TensorRTEngine:
     """One engine with one execution context and persistent input and output buffers.
+
+    Its scratch memory is the block that all engines of the device share.
 
     ``run`` copies the inputs into the buffers and enqueues on the current stream; the output
     belongs to the engine and is valid until the next call. From the second call with the same
@@ -89,11 +91,9 @@ class TensorRTEngine:
             raise self._failure("TensorRT cannot make an execution context")
         self._context: Any = context
         self.activation_bytes = int(self._engine.device_memory_size_v2)
-        self._scratch = self._allocate(self.activation_bytes)
-        self._context.set_device_memory(self._scratch.data_ptr(), self.activation_bytes)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+        self._scratch = scratch_of(self.device)
+        self._scratch.join(self, self.activation_bytes)
+        self._scratch_pointer = 0
 
     def _make_buffers(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -124,7 +124,8 @@ class TensorRTEngine:
         if len(self._bound) != len(self.weight_names):
             missing = [name for name in self.weight_names if name not in self._bound]
             raise EngineError(f"{len(missing)} weights are not bound, '{missing[0]}' first.")
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), self._scratch.claimed() as block:
+            self._use(block)
             for name in self.inputs:
                 self._buffers[name].copy_(inputs[name], non_blocking=True)
             if self._graph is None:
@@ -132,6 +133,15 @@ class TensorRTEngine:
             else:
                 self._graph.run(self._enqueue)
         return self._buffers["out"]
+
+    def _use(self, block: Tensor) -> None:
+        """Point the context at the scratch block where that has moved."""
+        if block.data_ptr() == self._scratch_pointer:
+            return
+        self._scratch_pointer = block.data_ptr()
+        self._context.set_device_memory(self._scratch_pointer, block.numel())
+        if self._graph is not None:
+            self._graph.invalidate()
 
     def _enqueue(self) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -142,12 +152,6 @@ class TensorRTEngine:
         """The compiled kernels, for the next process; empty where there are none."""
         return b"" if self._cache is None else bytes(self._cache.serialize())
 
-    @property
-    def device_bytes(self) -> int:
-        """Device memory of the scratch and the buffers."""
-        buffers = sum(math.prod(t.shape) * t.element_size() for t in self._buffers.values())
-        return buffers + self.activation_bytes
-
     def close(self) -> None:
         """Release the context, the engine and the buffers; may be called twice."""
         if self._engine is None:
@@ -156,7 +160,7 @@ class TensorRTEngine:
         self._graph = None
         self._context = self._cache = self._engine = self._runtime = None
         self._buffers, self._bound = {}, {}
-        self._scratch = torch.empty(0)
+        self._scratch.leave(self)
 
     def _failure(self, what: str) -> EngineError:
         messages = self._log.faults[-20:]

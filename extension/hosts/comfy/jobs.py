@@ -24,7 +24,8 @@ from ...serving import Target
 from ...shapes import Shape
 from ...tiers import Job
 from .loading import model_facts, place_of
-from .routing import WaitProgress, room, route, served_model, unroute
+from .room import room
+from .routing import WaitProgress, route, served_model, unroute
 from .weights import PatchedWeights
 
 

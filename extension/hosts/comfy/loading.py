@@ -25,7 +25,7 @@ from ...patcher_calls import active_features, read_control
 from ...room import baked_job
 from ...routed import RoutedUNet
 from ...router import Call, Host
-from .routing import KEY, room
+from .room import KEY, room
 
 CHOICE = re.compile(r".*\[([0-9a-f]{16})\]")
 USABLE = (State.READY, State.UNVERIFIED)

@@ -45,7 +45,7 @@ async def show(request: Any) -> Any:
 
 def _status() -> dict[str, Any]:
     from ...status import status
-    from .routing import room
+    from .room import room
 
     return status(room(), _place())
 
@@ -63,7 +63,7 @@ async def remove(request: Any) -> Any:
     """Delete the engine of ``{"id": ...}`` from memory and disk."""
 
     def work(stem: str) -> dict[str, Any]:
-        from .routing import room
+        from .room import room
 
         check_stem(stem)
         room().pool.remove(stem)
@@ -80,7 +80,7 @@ async def remove(request: Any) -> Any:
 
 async def retry(request: Any) -> Any:
     """Try failed engines again when they are next wanted."""
-    from .routing import room
+    from .room import room
 
     room().tiers.retry()
     return web.json_response({})
@@ -88,7 +88,7 @@ async def retry(request: Any) -> Any:
 
 async def cancel(request: Any) -> Any:
     """Cancel builds in the background."""
-    from .routing import room
+    from .room import room
 
     room().tiers.cancel()
     return web.json_response({})
@@ -96,7 +96,7 @@ async def cancel(request: Any) -> Any:
 
 async def install(request: Any) -> Any:
     """Fill the private folder with TensorRT; the host's packages are not touched."""
-    from .routing import room
+    from .room import room
 
     room().install()
     return web.json_response({"installing": room().installing})
@@ -108,7 +108,7 @@ async def doctor(request: Any) -> Any:
     def work() -> dict[str, Any]:
         from ...doctor import diagnose
         from .hooks import facts
-        from .routing import room
+        from .room import room
 
         return diagnose(room().library, _place(), host=facts()).to_json()
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
-import folder_paths
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
 from ...patcher_calls import PatchedCall, describe
 from ...progress import CancelToken, Progress
-from ...room import Room, ServedModel, attempt
-
-KEY = "engine_room"
-
-
-@lru_cache(maxsize=1)
-def room() -> Room:
-    """This process's room, over ``models/engine-room``."""
-    return Room(Path(folder_paths.models_dir) / "engine-room")
+from ...room import ServedModel, attempt
+from .memory import account, forget
+from .room import KEY, room
 
 
 class WaitProgress:
@@ -118,6 +109,7 @@ def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -
     routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
     routed.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, routing.begin)
     routed.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, unloaded)
+    account(routed)
     return routed
 
 
@@ -127,6 +119,7 @@ def unroute(model: Any) -> Any:
     plain.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_DETACH):
         plain.remove_callbacks_with_key(kind, KEY)
+    forget(plain)
     return plain
 
 
