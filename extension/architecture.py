@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from .errors import UnsupportedModelError
@@ -143,8 +144,7 @@ class Architecture:
     @property
     def id(self) -> str:
         """SHA-256 (hex) of the canonical JSON form."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _identity(self)
 
     @property
     def family(self) -> str:
@@ -320,3 +320,9 @@ FULL = {"sd15": SD15, "sd21": SD21, "sdxl": SDXL}
 def family(name: str, size: str) -> Architecture:
     """Return the full or tiny architecture of ``sd15``, ``sd21`` or ``sdxl``."""
     return {"tiny": TINY, "full": FULL}[size][name]
+
+
+@lru_cache(maxsize=64)
+def _identity(arch: Architecture) -> str:
+    text = json.dumps(arch.to_json(), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

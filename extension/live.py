@@ -104,12 +104,17 @@ class LiveWeights(Mapping[str, Tensor]):
                 self._owners[name] = (weakref.ref(modules[owner]), leaf)
 
     def __getitem__(self, name: str) -> Tensor:
-        reference, leaf = self._owners[name]
-        module = reference()
-        tensor = None if module is None else module._parameters.get(leaf)
+        tensor: Tensor | None = self.get(name)
         if tensor is None:
             raise KeyError(name)
         return tensor
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's; every call of an engine asks for every weight."""
+        owner = self._owners.get(name)
+        module = None if owner is None else owner[0]()
+        tensor = None if owner is None or module is None else module._parameters.get(owner[1])
+        return default if tensor is None else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -490,6 +490,23 @@ def test_engines_of_another_precision(server):
         assert TOLERANCE < relative_l2(latent, reference) < 5e-2
 
 
+def test_the_memory_manager_takes_engine_memory_back(server):
+    """Copies of weights count as loaded, go when the host wants its memory, and come again."""
+    reference = draw(server)
+    drawn, _ = counted(server, policy=WAIT, precision="fp16", seed=31)
+    held = server.get("/engine_room/status")["memory_bytes"]
+    assert held > 1e6
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    deadline = time.monotonic() + 30
+    while server.get("/engine_room/status")["memory_bytes"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    latent, counts = counted(server, policy=WAIT, precision="fp16")
+    assert counts == (3, 0)
+    assert relative_l2(latent, reference) < 5e-2 < relative_l2(latent, drawn)
+    assert 1e6 < server.get("/engine_room/status")["memory_bytes"] <= held
+
+
 ACTIONS = ("remove", "retry", "cancel", "install", "doctor")
 
 
