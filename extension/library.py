@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -69,6 +70,12 @@ class Entry:
         if self.manifest is None:
             raise LibraryError(f"The engine {self.stem} cannot be used: {self.text}.")
         return self.manifest.key
+
+    @property
+    def last_used(self) -> float:
+        """When it was last loaded, in seconds since the epoch; 0 if never, or not known."""
+        when = self.changing.get("last_used")
+        return float(when) if isinstance(when, int | float) and math.isfinite(when) else 0.0
 
 
 class Library:
@@ -233,6 +240,34 @@ class Library:
         if not present:
             raise LibraryError(f"There is no engine {stem}.", hint="List the engines first.")
         return sum(_delete(path) for path in present)
+
+    def trim(self, budget: int, keep: Collection[str] = ()) -> list[str]:
+        """Delete the engines unused for longest until all take at most ``budget`` bytes.
+
+        One that another program holds open stays, and so does everything in ``keep``.
+
+        Args:
+            budget: bytes on disk.
+            keep: stems in use.
+
+        Returns:
+            The stems that were deleted.
+        """
+        entries = sorted(self.entries(), key=lambda entry: entry.last_used)
+        total, removed = sum(entry.bytes_on_disk for entry in entries), []
+        for entry in entries:
+            if total <= budget:
+                break
+            if entry.stem in keep:
+                continue
+            try:
+                self.remove(entry.stem)
+            except LibraryError as error:
+                logger.warning("Engine %s stays beyond the disk budget: %s", entry.stem, error)
+                continue
+            total -= entry.bytes_on_disk
+            removed.append(entry.stem)
+        return removed
 
 
 def parity_results(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

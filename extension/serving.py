@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -244,7 +245,7 @@ def serve_with(
         verify(library, entry, engine, arch, weights, target).require(entry.stem)
     unet = RoutedUNet(arch, weights, host_unet(arch, weights, target), fingerprint=fingerprint)
     unet.add_engine(candidate_of(entry, target, ready=True), engine)
-    library.update_state(entry.stem, last_used=datetime.now(timezone.utc).isoformat())
+    library.update_state(entry.stem, last_used=time.time())
     return unet
 
 

@@ -46,16 +46,20 @@ class TierSettings:
             ``wait``s for it, or it is ``never`` built.
         after_calls: calls of a shape before its engine is built.
         staging: copy 3x3 convolution weights into the faster layout where memory allows.
+        disk_budget: bytes that all engines may take on disk; 0 is no limit.
     """
 
     policy: str = "background"
     after_calls: int = 2
     staging: bool = True
+    disk_budget: int = 0
 
     def __post_init__(self) -> None:
         check_choice("policy for missing engines", self.policy, POLICIES)
         if not 1 <= self.after_calls <= 1000:
             raise SettingError("Calls before a build must be from 1 to 1000.")
+        if self.disk_budget < 0:
+            raise SettingError("The disk budget cannot be negative.", hint="0 is no limit.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +238,17 @@ class TierManager:
                 tell("failed", "not enough GPU memory")
                 return False
         tell("ready")
+        self._trim(key.stem)
         return True
+
+    def _trim(self, newest: str) -> None:
+        """Keep the disk budget; engines that are loaded or wanted stay."""
+        if not self.settings.disk_budget:
+            return
+        loaded = (candidate.stem for candidate in self.pool.candidates())
+        keep = {newest, *loaded, *self.wanted}
+        for stem in self.library.trim(self.settings.disk_budget, keep):
+            logger.info("Engine %s is deleted: the disk budget is used up.", stem)
 
     def _entry(
         self,

@@ -309,3 +309,37 @@ def test_no_manifest_can_make_the_library_fail(tmp_path, data):
         read_manifest(library.manifest_path(KEY.stem))
     except (LibraryError, UnknownFormatError) as error:
         assert error.message
+
+
+def test_the_disk_budget_takes_what_was_unused_for_longest(tmp_path):
+    """Damaged times count as never used; engines in use stay, also where that breaks the budget."""
+    library = Library(tmp_path)
+    keys = [replace(KEY, shape=replace(KEY.shape, batch=n)) for n in range(1, 6)]
+    times = [30.0, "yesterday", 10.0, float("nan"), 20]
+    for key, when in zip(keys, times, strict=True):
+        publish(library, key)
+        library.update_state(key.stem, last_used=when)
+    stems, size = [key.stem for key in keys], len(DATA)
+    assert library.trim(5 * size) == []
+    never = {stems[1], stems[3]}
+    assert set(library.trim(3 * size)) == never
+    assert library.trim(size, keep={stems[2]}) == [stems[4], stems[0]]
+    assert [entry.stem for entry in library.entries()] == [stems[2]]
+    assert library.trim(0, keep=stems) == []
+    assert library.trim(0) == [stems[2]]
+
+
+def test_an_engine_that_cannot_be_deleted_does_not_stop_the_others(library, monkeypatch):
+    other = replace(KEY, shape=replace(KEY.shape, batch=1))
+    publish(library, other)
+    library.update_state(other.stem, last_used=1.0)
+    remove = library.remove
+
+    def busy(stem):
+        if stem == KEY.stem:
+            raise LibraryError("it is in use")
+        return remove(stem)
+
+    monkeypatch.setattr(library, "remove", busy)
+    assert library.trim(0) == [other.stem]
+    assert [entry.stem for entry in library.entries()] == [KEY.stem]

@@ -238,6 +238,22 @@ def test_memory_that_is_taken_back_comes_again():
     assert (shared.closed, baked.closed) == (0, 1)
 
 
+def test_the_disk_budget_is_kept_after_a_build(manager):
+    """What is loaded stays, however small the budget."""
+    assert manager.provide(JOB)
+    first = manager.key(JOB).stem
+    manager.settings = replace(manager.settings, disk_budget=1)
+    other = replace(JOB, shape=replace(SHAPE, batch=1))
+    assert manager.provide(other)
+    assert {e.stem for e in manager.library.entries()} == {first, manager.key(other).stem}
+    manager.pool.remove(first)
+    third = replace(JOB, shape=replace(SHAPE, batch=3))
+    assert manager.provide(third)
+    assert first not in {e.stem for e in manager.library.entries()}
+    with pytest.raises(SettingError, match="cannot be negative"):
+        TierSettings(disk_budget=-1)
+
+
 # Scratch memory
 
 

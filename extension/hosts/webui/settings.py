@@ -16,6 +16,7 @@ POLICIES = ["background", "wait", "never", "off"]
 TIERS = ["auto", "shared", "baked"]
 ENGINES_IN_MEMORY = (1, 32)
 CALLS = (1, 200)
+DISK_GB = (0, 200)
 
 _forced: list[str] = []
 
@@ -72,6 +73,16 @@ def register() -> None:
         step=1,
     )
     add(
+        "disk",
+        0,
+        "Gigabytes of disk for engines",
+        "0: no limit; beyond it the engine unused for longest is deleted after a build",
+        gradio.Slider,
+        minimum=DISK_GB[0],
+        maximum=DISK_GB[1],
+        step=1,
+    )
+    add(
         "folder",
         "",
         "Folder of engines",
@@ -94,6 +105,7 @@ def tier_settings() -> TierSettings:
     return TierSettings(
         after_calls=_number("after_calls", 2, CALLS),
         staging=bool(getattr(shared.opts, "engine_room_staging", True)),
+        disk_budget=_number("disk", 0, DISK_GB) * 1_000_000_000,
     )
 
 
