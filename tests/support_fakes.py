@@ -172,17 +172,33 @@ class ComfyPatcher:
         return out
 
 
+class Interrupted(Exception):  # noqa: N818
+    """comfy.model_management.InterruptProcessingException."""
+
+
+def throw(state):
+    """As the host does: the flag is cleared by what it raises."""
+    if state.interrupted:
+        state.interrupted = False
+        raise Interrupted
+
+
 def comfy(monkeypatch, folder):
     """Fake ComfyUI modules over ``folder``; a patcher of a small model."""
     state = types.SimpleNamespace(interrupted=False)
     management = module(
         "comfy.model_management",
         processing_interrupted=lambda: state.interrupted,
-        throw_exception_if_processing_interrupted=lambda: None,
+        throw_exception_if_processing_interrupted=lambda: throw(state),
+        interrupt_current_processing=lambda value=True: setattr(state, "interrupted", value),
+        InterruptProcessingException=Interrupted,
         get_torch_device=lambda: torch.device("cpu"),
     )
     bar = type(
-        "ProgressBar", (), {"__init__": lambda s, n: None, "update_absolute": lambda s, n: None}
+        "ProgressBar",
+        (),
+        # The server's hook behind it looks for an interrupt.
+        {"__init__": lambda s, n: None, "update_absolute": lambda s, n: throw(state)},
     )
     fakes = {
         "comfy": module("comfy"),

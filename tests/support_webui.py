@@ -21,7 +21,7 @@ from extension.model_layout import TEXT, VAE, text_shapes, vae_shapes
 from extension.picture import to_image
 from extension.synthetic import random_tensor
 from extension.synthetic_lora import make_lora
-from tests.support_comfyui import ROOT, SMALL_SD15, free_port, link_packages
+from tests.support_comfyui import INPAINTING, ROOT, SMALL_SD15, free_port, link_packages
 from tests.support_models import random_weights
 
 FLAGS = {
@@ -257,21 +257,60 @@ def install(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
+def write_hypernetwork(path: Path) -> None:
+    """A hypernetwork for keys and values from the text (768 wide) and of the widest blocks."""
+    generator = torch.Generator().manual_seed(5)
+
+    def layer(size: int) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, shape in (("0", (2 * size, size)), ("1", (size, 2 * size))):
+            spread = 0.5 / math.sqrt(shape[1])
+            found[f"linear.{name}.weight"] = torch.randn(shape, generator=generator) * spread
+            found[f"linear.{name}.bias"] = torch.randn(shape[0], generator=generator) * 0.1
+        return found
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"step": 1, "name": path.stem, "layer_structure": [1, 2, 1]}
+    layers = {size: (layer(size), layer(size)) for size in (320, 768)}
+    # A1111's check of pickles does not know the entries of newer zip files.
+    torch.save({**layers, **facts}, path, _use_new_zipfile_serialization=False)
+
+
 def write_models(base: Path) -> None:
-    """Two checkpoints (fp16, text encoder and VAE of full size) and LoRAs."""
+    """Checkpoints (fp16, text encoder and VAE of full size), LoRAs and a hypernetwork.
+
+    ``a`` and ``b`` are alike; ``inpainting`` has 9 input channels; ``v`` is ``a`` that A1111 takes
+    for a model that predicts v.
+    """
     folder = base / "models" / "Stable-diffusion"
     folder.mkdir(parents=True, exist_ok=True)
     shared = {}
     for layout in (text_shapes(TEXT["sd15", "full"][0]), vae_shapes(VAE["full"])):
         for name, shape in layout:
             shared[name] = random_tensor(name, shape, 0).half()
-    for model, seed in (("a", 0), ("b", 7)):
+    nine = YAML
+    for old, new in (
+        ("LatentDiffusion", "LatentInpaintDiffusion"),
+        ("in_channels: 4, out", "in_channels: 9, out"),
+        ("conditioning_key: crossattn", "conditioning_key: hybrid\n    finetune_keys: null"),
+    ):
+        nine = nine.replace(old, new)
+    for model, arch, seed, config in (
+        ("a", SMALL_SD15, 0, YAML),
+        ("b", SMALL_SD15, 7, YAML),
+        ("inpainting", INPAINTING, 3, nine),
+    ):
         unet = {
             f"model.diffusion_model.{n}": t.half().contiguous()
-            for n, t in random_weights(SMALL_SD15, seed).items()
+            for n, t in random_weights(arch, seed).items()
         }
         save_file({**shared, **unet}, folder / f"{model}.safetensors")
-        (folder / f"{model}.yaml").write_text(YAML)
+        (folder / f"{model}.yaml").write_text(config)
+    (folder / "v.safetensors").hardlink_to(folder / "a.safetensors")
+    (folder / "v.yaml").write_text(
+        YAML.replace("  params:\n", '  params:\n    parameterization: "v"\n', 1)
+    )
+    write_hypernetwork(base / "models" / "hypernetworks" / "style.pt")
     for i, kind in enumerate(("lora", "loha")):
         make_lora(base / f"models/Lora/{kind}.safetensors", architecture=SMALL_SD15, kind=kind,
                   seed=i)  # fmt: skip

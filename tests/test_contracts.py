@@ -119,6 +119,19 @@ def test_comfyui_an_error_of_ours_goes_to_the_host(comfy, monkeypatch):
     check_comfy(comfy, (0, 1))
 
 
+def test_comfyui_an_interrupt_that_the_progress_bar_notices_ends_the_run(comfy):
+    """The bar raises and clears the flag in the middle of a build; the interrupt is not lost."""
+    patcher, routing = comfy
+    management = routing.comfy.model_management
+    routed = routing.route(patcher, policy="wait")
+    management.interrupt_current_processing()
+    with pytest.raises(fakes.Interrupted):
+        routed.run(*call_of(replace(SHAPE, batch=3)))
+    assert not management.processing_interrupted()
+    routing.room().tiers.retry()
+    check_comfy(comfy, (1, 0), shape=replace(SHAPE, batch=3))
+
+
 def test_comfyui_a_model_that_is_unloaded_gives_its_copies_back(comfy, monkeypatch):
     _, routing = comfy
     routed, released = check_comfy(comfy, (1, 0)), []

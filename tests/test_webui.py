@@ -80,6 +80,19 @@ CASES = {
         (3, 0),
     ),
     "another checkpoint": ({"settings": {"sd_model_checkpoint": "b.safetensors"}}, {}, (3, 0)),
+    "LCM": ({"sampler_name": "LCM"}, {}, (3, 0)),
+    "an inpainting checkpoint": (
+        {**IMG2IMG, "mask": picture(mask=True), "inpainting_fill": 1, "mask_blur": 0,
+         "settings": {"sd_model_checkpoint": "inpainting.safetensors"}},
+        {**IMG2IMG, "settings": {"sd_model_checkpoint": "inpainting.safetensors"}},
+        (3, 0),
+    ),
+    "an inpainting checkpoint without a picture": (
+        {"settings": {"sd_model_checkpoint": "inpainting.safetensors"}}, {}, (3, 0)
+    ),
+    "v-prediction": ({"settings": {"sd_model_checkpoint": "v.safetensors"}}, {}, (3, 0)),
+    "hypernetwork": ({"prompt": "a lighthouse <hypernet:style:1.0>"}, {}, (0, 3)),
+    "after the hypernetwork": ({"seed": 4}, {}, (3, 0)),
     "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.2}, {}, (3, 0)),
     "after the refiner": ({"seed": 3}, {}, (3, 0)),
     "HyperTile": (
@@ -95,6 +108,8 @@ CASES = {
     "tiling": ({"tiling": True}, {}, (0, 3)),
 }  # fmt: skip
 ONLY = {
+    "v-prediction": {"a1111"},
+    "hypernetwork": {"a1111"},
     "tiling": {"a1111"},
     "HyperTile": {"a1111"},
     "FreeU": {"forge", "reforge"},

@@ -27,11 +27,18 @@ class WaitProgress:
 
     def __call__(self, progress: Progress) -> None:
         """Show a moment of the build on the node that runs."""
-        if self._bar is None:
-            self._bar = comfy.utils.ProgressBar(100)
-        self._bar.update_absolute(int(100 * progress.fraction))
+        try:
+            self._show(int(100 * progress.fraction))
+        except comfy.model_management.InterruptProcessingException:
+            # The host's bar noticed the interrupt and cleared it: it must outlive the build.
+            comfy.model_management.interrupt_current_processing()
         if comfy.model_management.processing_interrupted():
             self.cancel.cancel()
+
+    def _show(self, percent: int) -> None:
+        if self._bar is None:
+            self._bar = comfy.utils.ProgressBar(100)
+        self._bar.update_absolute(percent)
 
 
 class Routing:
