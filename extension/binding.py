@@ -63,7 +63,7 @@ class _Snapshot:
     """All weights of one refresh, to compare with at the next call: some 700 of them, each call."""
 
     def __init__(self, seen: Mapping[str, _Seen], epoch: Hashable, report: BindingReport) -> None:
-        self._known = [(n, s.ref, s.pointer, s.stride, s.dtype) for n, s in seen.items()]
+        self._known = [(name, weight.same) for name, weight in seen.items()]
         self._epoch = epoch
         self.report = report
 
@@ -71,17 +71,7 @@ class _Snapshot:
         if self.report.staged and self._epoch != epoch:
             return False
         get = weights.get
-        for name, ref, pointer, stride, dtype in self._known:
-            tensor = get(name)
-            if (
-                tensor is None
-                or ref() is not tensor
-                or tensor.data_ptr() != pointer
-                or tensor.dtype is not dtype
-                or tensor.stride() != stride
-            ):
-                return False
-        return True
+        return all(same(get(name)) for name, same in self._known)
 
 
 @dataclass

@@ -29,6 +29,10 @@ def register() -> None:
         option = shared.OptionInfo(default, label, kind, args or None, section=SECTION)
         shared.opts.add_option(f"engine_room_{name}", option.info(info))
 
+    def slide(name: str, default: int, limits: tuple[int, int], label: str, info: str) -> None:
+        least, most = limits
+        add(name, default, label, info, gradio.Slider, minimum=least, maximum=most, step=1)
+
     add(
         "policy",
         "background",
@@ -46,15 +50,12 @@ def register() -> None:
         gradio.Radio,
         choices=TIERS,
     )
-    add(
+    slide(
         "after_calls",
         2,
+        CALLS,
         "UNet calls of a size before its engine is built",
         "more: sizes that are drawn once are not built for",
-        gradio.Slider,
-        minimum=CALLS[0],
-        maximum=CALLS[1],
-        step=1,
     )
     add(
         "staging",
@@ -62,25 +63,19 @@ def register() -> None:
         "Copy convolution weights into the faster layout where VRAM allows",
         "about 1.1 GB for SD1.5 and 0.7 GB for SDXL; engines without copies are a little slower",
     )
-    add(
+    slide(
         "most",
         6,
+        ENGINES_IN_MEMORY,
         "Engines kept in memory",
         "the least recently used goes first",
-        gradio.Slider,
-        minimum=ENGINES_IN_MEMORY[0],
-        maximum=ENGINES_IN_MEMORY[1],
-        step=1,
     )
-    add(
+    slide(
         "disk",
         0,
+        DISK_GB,
         "Gigabytes of disk for engines",
         "0: no limit; beyond it the engine unused for longest is deleted after a build",
-        gradio.Slider,
-        minimum=DISK_GB[0],
-        maximum=DISK_GB[1],
-        step=1,
     )
     add(
         "folder",
