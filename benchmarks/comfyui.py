@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -121,12 +120,6 @@ def graphed(model: Any) -> Any:
     return clone
 
 
-def psnr(actual: Any, expected: Any) -> float:
-    """Peak signal-to-noise ratio of pictures in 0..1, in dB."""
-    error = float((actual - expected).square().mean())
-    return float("inf") if error == 0 else -10 * math.log10(error)
-
-
 def rounds(peers: dict[str, Callable[[], float]], count: int) -> dict[str, Any]:
     """Median, least and most seconds of every peer, in turn."""
     times: dict[str, list[float]] = {name: [] for name in peers}
@@ -172,6 +165,7 @@ def run(host: Host, args: argparse.Namespace) -> dict[str, Any]:
     from extension.hosts.comfy.routing import route
     from extension.machine import machine_of
     from extension.parity import relative_l2
+    from extension.picture import psnr
     from extension.shapes import Shape
 
     size, steps = args.size, args.steps
