@@ -85,11 +85,14 @@ class EnginePool:
             entry.used = self._clock
             return entry
 
-    def set_aside(self, stem: str) -> None:
-        """Keep an engine out of service until it is added again."""
+    def set_aside(self, stem: str, why: str) -> bool:
+        """Keep an engine out of service until it is added again; False where it was already."""
         with self.lock:
-            entry = self._engines[stem]
-            entry.candidate = replace(entry.candidate, ready=False)
+            entry = self._engines.get(stem)
+            if entry is None or not entry.candidate.ready:
+                return False
+            entry.candidate = replace(entry.candidate, ready=False, problem=why)
+            return True
 
     def remove(self, stem: str) -> bool:
         """Release an engine; False where it was not loaded."""

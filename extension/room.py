@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import packages
@@ -28,6 +29,7 @@ from .routed import DTYPE_NAMES, RoutedUNet
 from .router import Call, Counters, Host, Reason
 from .serving import Target
 from .tiers import Event, Job, TierManager, TierSettings
+from .watch import NotFiniteError
 
 LOG_LINES = 300
 MODES = {"auto": ("shared", "baked"), "shared": ("shared",), "baked": ("baked",)}
@@ -94,6 +96,10 @@ class ServedModel:
         self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
         return self.routed.serve(x, *args, features=features)
+
+    def whole_job(self, job: Callable[[], Tensor], device: torch.device | None = None) -> Tensor:
+        """A sampling run, checked at its end; see ``RoutedUNet.whole_job``."""
+        return job() if self.refusal else self.routed.whole_job(job, device)
 
     def require(self) -> Architecture:
         """The architecture; raises UnsupportedModelError where no engine can ever serve it."""
@@ -253,10 +259,11 @@ def attempt(serve: Callable[[], Tensor | None]) -> Tensor | None:
 
     Raises:
         CancelledError: the user cancelled a build that the call was waiting for.
+        NotFiniteError: the job has to begin again; see ``RoutedUNet.whole_job``.
     """
     try:
         return serve()
-    except CancelledError:
+    except (CancelledError, NotFiniteError):
         raise
     except Exception:
         logger.exception("A call went to the host: Engine Room failed.")

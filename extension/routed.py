@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .pool import EnginePool
 from .router import Call, Candidate, Counters, Host, Plan, Reason, route
 from .shapes import Shape
 from .unet import Control
+from .watch import NotFiniteError, OutputWatch, is_finite, repeatable
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
 MISSING = (
@@ -28,6 +30,8 @@ MISSING = (
     Reason.WEIGHTS,
 )
 UNetCall = Callable[..., Tensor]
+Result = TypeVar("Result")
+NOT_FINITE = "its output is not finite"
 
 
 class RoutedUNet:
@@ -65,6 +69,7 @@ class RoutedUNet:
         self.modes: tuple[str, ...] = ("shared", "baked")
         self.precision = ""
         self._identity = object()
+        self._watch: OutputWatch | None = None
         self.set_weights(weights, epoch=epoch, fingerprint=fingerprint)
 
     def set_weights(
@@ -147,6 +152,30 @@ class RoutedUNet:
         self.counters.count(answer)
         return out
 
+    def whole_job(self, job: Callable[[], Result], device: torch.device | None = None) -> Result:
+        """Run ``job``, all calls of a sampling run, without waiting for the GPU in each of them.
+
+        Where an output was not finite, ``job`` is run again from the same random state, and
+        the engines that took part stay out of it. It must not change what it is given.
+
+        Args:
+            device: whose random state belongs to it.
+        """
+        job = repeatable(job, device)
+        outer, watch = self._watch, OutputWatch()
+        self._watch = watch
+        try:
+            result = job()
+            watch.settle()
+            return result
+        except NotFiniteError:
+            for plan in watch.plans:
+                self.counters.take_back(plan)
+                self._set_aside(plan, Reason.NOT_FINITE, NOT_FINITE)
+        finally:
+            self._watch = outer
+        return job()
+
     def count_host(self, reason: Reason, text: str) -> None:
         """Count a call that the host serves for a reason the router cannot know."""
         self.counters.count(Host(reason=reason, text=text))
@@ -174,8 +203,10 @@ class RoutedUNet:
             return Host(reason=Reason.MEMORY, text=str(error).split(".")[0]), None
         try:
             out = serve(plan, {stem: entry.engine for stem, entry in loaded.items()}, inputs)
-            if not bool(torch.isfinite(out).all()):
-                return self._set_aside(plan, Reason.NOT_FINITE, "its output is not finite"), None
+            if self._watch is not None:
+                self._watch.note(plan, out)
+            elif not is_finite(out):
+                return self._set_aside(plan, Reason.NOT_FINITE, NOT_FINITE), None
         except EngineRoomError as error:
             return self._set_aside(plan, Reason.ENGINE_FAILED, error.message), None
         except torch.cuda.OutOfMemoryError as error:
@@ -184,9 +215,8 @@ class RoutedUNet:
 
     def _set_aside(self, plan: Plan, reason: Reason, text: str) -> Host:
         names = ", ".join(sorted({part.stem for part in plan.parts}))
-        logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
-        for part in plan.parts:
-            self.pool.set_aside(part.stem)
+        if any([self.pool.set_aside(part.stem, text) for part in plan.parts]):
+            logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
         return Host(reason=reason, text=f"engine {names}: {text}")
 
     def close(self) -> None:

@@ -67,6 +67,7 @@ class Candidate:
     Attributes:
         stem: its name in the library.
         ready: verified on this device, and neither set aside nor still loading.
+        problem: why it was set aside.
         milliseconds: measured time of one call; None while unknown.
     """
 
@@ -78,6 +79,7 @@ class Candidate:
     weights: str
     fingerprint: str | None = None
     ready: bool = True
+    problem: str = ""
     milliseconds: float | None = None
 
 
@@ -187,9 +189,16 @@ def _rules(call: Call) -> Sequence[_Rule]:
         _Rule(
             Reason.NOT_READY,
             lambda c: c.ready,
-            lambda left: "the engine is not verified on this device yet",
+            _explain_not_ready,
         ),
     )
+
+
+def _explain_not_ready(candidates: Sequence[Candidate]) -> str:
+    for candidate in candidates:
+        if candidate.problem:
+            return f"engine {candidate.stem} was set aside: {candidate.problem}"
+    return "the engine is not verified on this device yet"
 
 
 def _sizes(candidates: Iterable[Candidate]) -> str:
@@ -289,6 +298,13 @@ class Counters:
             for stem in {part.stem for part in answer.parts}:
                 self.served[stem] += 1
 
+    def take_back(self, plan: Plan) -> None:
+        """Undo ``count``: what the plan computed was thrown away."""
+        if self.parent is not None:
+            self.parent.take_back(plan)
+        with self._lock:
+            self.served.subtract(("", *{part.stem for part in plan.parts}))
+
     def reset(self) -> None:
         """Start again from zero."""
         with self._lock:
@@ -307,7 +323,7 @@ class Counters:
             return {
                 "served": self.served[""],
                 "host": sum(self.host.values()),
-                "engines": {stem: n for stem, n in sorted(self.served.items()) if stem},
+                "engines": {stem: n for stem, n in sorted(self.served.items()) if stem and n},
                 "reasons": [
                     {"code": reason.value, "text": text, "count": n}
                     for (reason, text), n in self.host.most_common()

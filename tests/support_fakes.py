@@ -91,6 +91,7 @@ class Kinds:
     """WrappersMP and CallbacksMP: plain strings."""
 
     DIFFUSION_MODEL = "diffusion_model"
+    SAMPLER_SAMPLE = "sampler_sample"
     ON_PRE_RUN = "on_pre_run"
     ON_DETACH = "on_detach"
 
@@ -98,13 +99,14 @@ class Kinds:
 class Executor:
     """comfy.patcher_extension.WrapperExecutor: each wrapper gets the next as its executor."""
 
-    def __init__(self, unet, wrappers):
-        self.class_obj, self.wrappers = unet, wrappers
+    def __init__(self, original, wrappers, owner=None):
+        self.original, self.wrappers, self.class_obj = original, wrappers, owner
 
     def __call__(self, *args, **kwargs):
         if not self.wrappers:
-            return self.class_obj.forward(*args, **kwargs)
-        return self.wrappers[0](Executor(self.class_obj, self.wrappers[1:]), *args, **kwargs)
+            return self.original(*args, **kwargs)
+        rest = Executor(self.original, self.wrappers[1:], self.class_obj)
+        return self.wrappers[0](rest, *args, **kwargs)
 
 
 class ComfyPatcher:
@@ -158,18 +160,44 @@ class ComfyPatcher:
             for callback in found:
                 callback(self, *args)
 
+    def chain(self, kind):
+        """Options are copied deeply for a run, wrappers too."""
+        wrappers = copy.deepcopy(dict(self.wrappers[kind]))
+        return [wrapper for found in wrappers.values() for wrapper in found]
+
     def run(self, x, timesteps, context, *, control=None, patches=None, calls=1, **extra):
-        """A sampling run: options are copied deeply, then each call goes through the wrappers."""
+        """A sampling run of independent calls; the last one's result."""
+
+        def sampler(wrap, sigmas, extra_args, callback, noise):
+            for _ in range(calls):
+                out = self.call(noise, timesteps, context, control, patches, extra)
+            return out
+
+        return self.sample(sampler, x)
+
+    def walk(self, x, timesteps, context, *, calls):
+        """A sampling run that writes into its noise and draws random numbers in every step."""
+
+        def sampler(wrap, sigmas, extra_args, callback, noise):
+            for _ in range(calls):
+                out = self.call(noise, timesteps, context, None, None, {})
+                noise += 0.1 * out + 0.1 * torch.randn(noise.shape)
+            return noise
+
+        return self.sample(sampler, x)
+
+    def sample(self, sampler, noise):
         self.model.current_patcher = self
         self.tell(Kinds.ON_PRE_RUN)
-        wrappers = copy.deepcopy(dict(self.wrappers[Kinds.DIFFUSION_MODEL]))
-        chain = [wrapper for found in wrappers.values() for wrapper in found]
-        for _ in range(calls):
-            options = {"patches": patches or {}, "wrappers": {}}
-            lists = {part: list(found) for part, found in control.items()} if control else None
-            executor = Executor(self.model.diffusion_model, chain)
-            out = executor(x, timesteps, context, None, lists, options, **extra)
-        return out
+        executor = Executor(sampler, self.chain(Kinds.SAMPLER_SAMPLE))
+        return executor(self, None, {}, None, noise)
+
+    def call(self, x, timesteps, context, control, patches, extra):
+        options = {"patches": patches or {}, "wrappers": {}}
+        lists = {part: list(found) for part, found in control.items()} if control else None
+        unet = self.model.diffusion_model
+        executor = Executor(unet.forward, self.chain(Kinds.DIFFUSION_MODEL), unet)
+        return executor(x, timesteps, context, None, lists, options, **extra)
 
 
 class Interrupted(Exception):  # noqa: N818

@@ -132,6 +132,44 @@ def test_comfyui_an_interrupt_that_the_progress_bar_notices_ends_the_run(comfy):
     check_comfy(comfy, (1, 0), shape=replace(SHAPE, batch=3))
 
 
+class Spoiling:
+    """An engine with one output that is not finite."""
+
+    def __init__(self, engine, at, value):
+        self._engine, self._left, self._value = engine, at, value
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def run(self, inputs):
+        out = self._engine.run(inputs)
+        self._left -= 1
+        return out if self._left != -1 else out.index_fill(3, torch.tensor([5]), self._value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_comfyui_a_run_with_a_bad_output_is_done_again_without_the_engine(comfy, at, value):
+    """From the same random state; in mid-run, because adaptive samplers never end on a NaN."""
+    patcher, routing = comfy
+    routed, pool = check_comfy(comfy, (1, 0)), routing.room().pool
+    x, timesteps, context = call_of()
+    torch.manual_seed(3)
+    expected = patcher.walk(x.clone(), timesteps, context, calls=3)
+    (loaded,) = pool.candidates()
+    entry = pool.use(loaded.stem)
+    entry.engine = Spoiling(entry.engine, at, value)
+    unet = patcher.model.diffusion_model
+    torch.manual_seed(3)
+    out, counts = counted(
+        routing.room(), unet, lambda: routed.walk(x.clone(), timesteps, context, calls=3)
+    )
+    assert torch.equal(out, expected)
+    assert counts == (0, 3)
+    (reason,) = routing.room().counters.to_json()["reasons"]
+    assert "was set aside: its output is not finite" in reason["text"]
+
+
 def test_comfyui_a_model_that_is_unloaded_gives_its_copies_back(comfy, monkeypatch):
     _, routing = comfy
     routed, released = check_comfy(comfy, (1, 0)), []

@@ -8,6 +8,7 @@ from typing import Any
 
 import comfy.model_management
 import comfy.utils
+import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
@@ -43,6 +44,8 @@ class WaitProgress:
 
 class Routing:
     """Routes the calls of one MODEL; settings are those of the node.
+
+    It wraps the network, and the sampler around it (``sample``).
 
     ComfyUI copies options deeply; the wrapper must stay this very object.
     """
@@ -80,6 +83,17 @@ class Routing:
             out = None
         return executor(*call, **extra) if out is None else out
 
+    def sample(self, executor: Any, *args: Any, **more: Any) -> Any:
+        """A sampler's whole run: outputs are checked without a wait in each of its steps."""
+        base = self._base()
+        served = room().model(base.diffusion_model)
+
+        def job() -> Any:
+            # A sampler may write into what it is given.
+            return executor(*map(copied, args), **{k: copied(v) for k, v in more.items()})
+
+        return served.whole_job(job, getattr(base, "device", None))
+
     def _serve(self, unet: Any, call: PatchedCall, extra: dict[str, Any]) -> Any:
         served = room().model(unet)
         if served.arch is None or call[2] is None:
@@ -90,6 +104,11 @@ class Routing:
         served.tier, served.precision = self.tier, self.precision
         epoch = (id(self), weights_epoch(self._base(), self.run))
         return served.serve(*args, epoch=epoch, features=features)
+
+
+def copied(value: Any) -> Any:
+    """A tensor of its own; anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def weights_epoch(base: Any, run: int) -> Hashable:
@@ -114,6 +133,7 @@ def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -
     routed = unroute(model)
     routing = Routing(routed, policy=policy, tier=tier, precision=precision)
     routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
+    routed.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, routing.sample)
     routed.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, routing.begin)
     routed.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, unloaded)
     account(routed)
@@ -123,7 +143,8 @@ def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -
 def unroute(model: Any) -> Any:
     """A clone of ``model`` without this routing."""
     plain = model.clone()
-    plain.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
+    for kind in (WrappersMP.DIFFUSION_MODEL, WrappersMP.SAMPLER_SAMPLE):
+        plain.remove_wrappers_with_key(kind, KEY)
     for kind in (CallbacksMP.ON_PRE_RUN, CallbacksMP.ON_DETACH):
         plain.remove_callbacks_with_key(kind, KEY)
     forget(plain)
