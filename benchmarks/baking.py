@@ -25,13 +25,14 @@ import torch
 from extension import onnx_graph, ops_onnx
 from extension.architecture import SD15, SDXL, Architecture
 from extension.binding import Binding
+from extension.dispatch import run_unet
 from extension.engine import get_backend
 from extension.engine.interface import BuildSpec
 from extension.onnx_export import export_pair
 from extension.onnx_graph import ExternalTensor, ExternalWeights, emit_graph
 from extension.ops_onnx import Dim, OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, reference, relative_l2
+from extension.parity import random_inputs, relative_l2
 from extension.safetensors_file import read_header
 from extension.shapes import Shape
 from extension.synthetic import random_unet
@@ -184,7 +185,7 @@ def measure(variant: str, arch: Architecture, shape: Shape, pair: Path, pipe: Co
         binding.refresh(weights, epoch=0)
         inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)
         half = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
-        expected = reference(TorchUNet(arch, weights), inputs)
+        expected = run_unet(TorchUNet(arch, weights), inputs)
         row: dict[str, Any] = {"error": relative_l2(engine.run(half), expected)}
         row |= {"build_seconds": round(seconds, 1), "weight_inputs": len(engine.weights)}
         row["seconds"] = round(time.perf_counter() - started, 1)

@@ -22,12 +22,13 @@ import torch
 from extension import onnx_graph
 from extension.architecture import SD15, Architecture
 from extension.binding import Binding
+from extension.dispatch import run_unet
 from extension.engine import get_backend
 from extension.engine.interface import BuildSpec
 from extension.errors import EngineRoomError
 from extension.ops_onnx import OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, reference, relative_l2, strong_weights
+from extension.parity import random_inputs, relative_l2, strong_weights
 from extension.shapes import Shape
 from extension.synthetic import random_unet
 
@@ -190,10 +191,10 @@ def main() -> None:
     }
     inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)
     half = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
-    expected = {k: reference(TorchUNet(arch, w), inputs) for k, w in sources.items()}
+    expected = {k: run_unet(TorchUNet(arch, w), inputs) for k, w in sources.items()}
     rows, peers = {}, {}
     rows["torch fp16"] = {
-        k: relative_l2(reference(TorchUNet(arch, w, torch.float16), inputs), expected[k])
+        k: relative_l2(run_unet(TorchUNet(arch, w, torch.float16), inputs), expected[k])
         for k, w in sources.items()
     }
     print("torch fp16", rows["torch fp16"], flush=True)

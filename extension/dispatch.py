@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from .engine.interface import Engine
 from .router import Part, Plan
 from .unet import Control
 
+Inputs = dict[str, Tensor]
+
 
 def engine_inputs(
     x: Tensor,
@@ -18,7 +20,7 @@ def engine_inputs(
     context: Tensor,
     y: Tensor | None = None,
     control: Control[Tensor] | None = None,
-) -> dict[str, Tensor]:
+) -> Inputs:
     """Name the tensors of a UNet call as engines do; absent control residuals stay absent.
 
     The control lists are read, never changed, so the host can still consume them.
@@ -32,6 +34,20 @@ def engine_inputs(
             if residual is not None:
                 inputs[f"control_{part}_{index}"] = residual
     return inputs
+
+
+def run_unet(unet: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Run a UNet (the torch interpreter, or another call of its form) on inputs by engine name."""
+    control = None
+    if "control_middle_0" in inputs:
+        count = sum(name.startswith("control_output_") for name in inputs)
+        control = Control(
+            input=[inputs[f"control_input_{i}"] for i in range(count)],
+            middle=[inputs["control_middle_0"]],
+            output=[inputs[f"control_output_{i}"] for i in range(count)],
+        )
+    context, y = inputs["context"], inputs.get("y")
+    return unet(inputs["x"], inputs["timesteps"], context, y, control)
 
 
 def serve(plan: Plan, engines: Mapping[str, Engine], inputs: Mapping[str, Tensor]) -> Tensor:
@@ -50,8 +66,8 @@ def serve(plan: Plan, engines: Mapping[str, Engine], inputs: Mapping[str, Tensor
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _part_inputs(part: Part, engine: Engine, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _part_inputs(part: Part, engine: Engine, inputs: Mapping[str, Tensor]) -> Inputs:
+    found: Inputs = {}
     for name, spec in engine.inputs.items():
         tensor = inputs.get(name)
         if tensor is None:

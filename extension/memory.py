@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from .architecture import Architecture
+from .shapes import Shape
+
+INSTANT_MAPS = 40
 
 
 def free_bytes(device: str) -> int:
@@ -26,3 +29,9 @@ def parameter_bytes(arch: Architecture, dtype: str) -> int:
     """Bytes of all parameters in a precision."""
     count = sum(torch.Size(shape).numel() for shape in arch.parameters().values())
     return count * (4 if dtype == "fp32" else 2)
+
+
+def instant_bytes(arch: Architecture, shape: Shape, dtype: str) -> int:
+    """About what the torch UNet holds at once in a call: so many of its widest feature maps."""
+    values = shape.batch * shape.height * shape.width * arch.model_channels
+    return INSTANT_MAPS * values * (4 if dtype == "fp32" else 2)

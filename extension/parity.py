@@ -8,7 +8,7 @@ norm scales of a trained model can be so small that an error in them does not sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +16,17 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .binding import TORCH_DTYPES, Binding
+from .dispatch import Inputs, run_unet
 from .engine.interface import Engine
 from .errors import ParityError
 from .onnx_graph import graph_inputs
 from .ops_torch import TorchUNet
 from .shapes import Shape
-from .unet import Control
 
 TIMESTEPS = (999.0, 701.5, 250.25, 1.0)
 LEAST_LIMIT, MOST_LIMIT = 2e-3, 4e-2
 NOISE_FACTOR = 5.0
 BIAS_SPREAD, SCALE_SPREAD, SHARP_GAIN = 0.5, 0.3, 2.8
-
-Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +127,6 @@ def _fill(kind: str, size: int, generator: torch.Generator) -> Tensor:
     return values * (gain * math.sqrt(0.5 ** int(bits)))
 
 
-def reference(unet: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    """Run a UNet (the torch interpreter, or another call of its form) on inputs by engine name."""
-    control = None
-    if "control_middle_0" in inputs:
-        count = sum(name.startswith("control_output_") for name in inputs)
-        control = Control(
-            input=[inputs[f"control_input_{i}"] for i in range(count)],
-            middle=[inputs["control_middle_0"]],
-            output=[inputs[f"control_output_{i}"] for i in range(count)],
-        )
-    context, y = inputs["context"], inputs.get("y")
-    return unet(inputs["x"], inputs["timesteps"], context, y, control)
-
-
 def check(
     engine: Engine,
     arch: Architecture,
@@ -151,6 +135,7 @@ def check(
     *,
     dtype: str,
     device: str,
+    timesteps: Sequence[float] = TIMESTEPS,
     pause: Callable[[], None] = lambda: None,
 ) -> ParityResult:
     """Compare ``engine`` with fp32 torch.
@@ -159,6 +144,7 @@ def check(
         weights: the weights at hand, or None for random ones alone (they may be changing); for
             a baked engine, those baked in.
         dtype: the engine's I/O dtype.
+        timesteps: at which to compare.
         pause: called between slices of work, so that a host can go on in between.
 
     Raises:
@@ -167,32 +153,45 @@ def check(
     place = torch.device(device)
     # A host may have switched autocast on for its own calls.
     with torch.autocast(place.type, enabled=False), torch.no_grad():
-        return _compare(engine, arch.for_shape(shape), shape, weights, dtype, place, pause)
+        compared = _Comparison(engine, arch.for_shape(shape), shape, dtype, place, pause)
+        for epoch, source in _sources(engine, arch, weights, dtype, place):
+            compared.add(source, epoch, timesteps)
+    return compared.result
 
 
-def _compare(
-    engine: Engine,
-    arch: Architecture,
-    shape: Shape,
-    weights: Mapping[str, Tensor] | None,
-    dtype: str,
-    place: torch.device,
-    pause: Callable[[], None],
-) -> ParityResult:
-    worst = noise = 0.0
-    for epoch, source in _sources(engine, arch, weights, dtype, place):
-        binding = Binding(engine, place)
-        binding.refresh(source, epoch)
-        exact, rounded = TorchUNet(arch, source), TorchUNet(arch, source, TORCH_DTYPES[dtype])
-        for seed, timestep in enumerate(TIMESTEPS):
-            inputs = random_inputs(arch, shape, timestep, seed=seed, device=place)
-            expected = reference(exact, inputs)
-            worst = max(worst, relative_l2(engine.run(_cast(inputs, engine)), expected))
-            pause()
-            if dtype != "fp32":
-                noise = max(noise, relative_l2(reference(rounded, inputs), expected))
-                pause()
-    return ParityResult(worst=worst, noise=noise, limit=limit_for(noise))
+class _Comparison:
+    def __init__(
+        self,
+        engine: Engine,
+        arch: Architecture,
+        shape: Shape,
+        dtype: str,
+        place: torch.device,
+        pause: Callable[[], None],
+    ) -> None:
+        self.engine, self.arch, self.shape = engine, arch, shape
+        self.dtype, self.place, self.pause = dtype, place, pause
+        self.worst = self.noise = 0.0
+
+    def add(
+        self, weights: Mapping[str, Tensor], epoch: Hashable, timesteps: Sequence[float]
+    ) -> None:
+        Binding(self.engine, self.place).refresh(weights, epoch)
+        exact = TorchUNet(self.arch, weights)
+        rounded = TorchUNet(self.arch, weights, TORCH_DTYPES[self.dtype])
+        for seed, timestep in enumerate(timesteps):
+            inputs = random_inputs(self.arch, self.shape, timestep, seed=seed, device=self.place)
+            expected = run_unet(exact, inputs)
+            found = self.engine.run(_cast(inputs, self.engine))
+            self.worst = max(self.worst, relative_l2(found, expected))
+            self.pause()
+            if self.dtype != "fp32":
+                self.noise = max(self.noise, relative_l2(run_unet(rounded, inputs), expected))
+                self.pause()
+
+    @property
+    def result(self) -> ParityResult:
+        return ParityResult(worst=self.worst, noise=self.noise, limit=limit_for(self.noise))
 
 
 def _sources(

@@ -52,7 +52,7 @@ class EnginePool:
 
         Args:
             staging_budget: bytes of copies of weights allowed; None is no limit.
-            resident_bytes: of weights inside the engine.
+            resident_bytes: of weights inside the engine, or of its own activations.
         """
         device = torch.device(candidate.device)
         binding = Binding(engine, device, staging_budget=staging_budget)
@@ -85,6 +85,11 @@ class EnginePool:
             entry.used = self._clock
             return entry
 
+    def last_use(self, stem: str) -> int:
+        """Larger for engines that were used later."""
+        with self.lock:
+            return self._engines[stem].used
+
     def set_aside(self, stem: str, why: str) -> bool:
         """Keep an engine out of service until it is added again; False where it was already."""
         with self.lock:
@@ -106,7 +111,7 @@ class EnginePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights in baked engines, of copies, and of the scratch memory all share."""
+        """Bytes of weights in engines, of copies, of graphs, and of the scratch all share."""
         with self.lock:
             weights = sum(e.binding.staged_bytes + e.resident_bytes for e in self._engines.values())
             return weights + scratch_bytes()
@@ -119,7 +124,7 @@ class EnginePool:
             free_scratch()
 
     def release_memory(self) -> None:
-        """Also unload baked engines, which hold their weights; the tiers load them again."""
+        """Also unload engines that hold memory of their own; the tiers make them again."""
         with self.lock:
             for stem, entry in list(self._engines.items()):
                 if entry.resident_bytes:

@@ -26,13 +26,18 @@ from .machine import backend_versions, machine_of
 from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .routed import DTYPE_NAMES, RoutedUNet
-from .router import Call, Counters, Host, Reason
+from .router import INSTANT, Call, Counters, Host, Reason
 from .serving import Target
 from .tiers import Event, Job, TierManager, TierSettings
 from .watch import NotFiniteError
 
 LOG_LINES = 300
-MODES = {"auto": ("shared", "baked"), "shared": ("shared",), "baked": ("baked",)}
+MODES = {
+    "auto": ("shared", "baked", INSTANT),
+    "shared": ("shared",),
+    "baked": ("baked",),
+    INSTANT: (INSTANT,),
+}
 
 
 class ServedModel:
@@ -40,7 +45,7 @@ class ServedModel:
 
     Attributes:
         refusal: why no engine can ever serve it, in words; empty where one can.
-        tier: engines that may serve it: ``auto``, ``shared`` or ``baked``.
+        tier: engines that may serve it: ``auto``, ``shared``, ``baked`` or ``instant``.
         precision: of the engines; empty for the host's own.
     """
 
@@ -91,7 +96,7 @@ class ServedModel:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
         fingerprint = None
-        if self._baked and self.tier != "shared":
+        if self._baked and "baked" in MODES[self.tier]:
             fingerprint = self._find_baked(str(x.device), precision, epoch)
         self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
@@ -116,8 +121,6 @@ class ServedModel:
         return found
 
     def _miss(self, call: Call, answer: Host) -> bool:
-        if self.tier == "baked":
-            return False
         assert self.arch is not None
         return self._room.tiers.miss(
             self.arch, call, policy=self.policy, on_progress=self.on_progress, cancel=self.cancel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from .engine.interface import Engine
 from .errors import EngineRoomError
 from .log import logger
 from .pool import EnginePool
-from .router import Call, Candidate, Counters, Host, Plan, Reason, route
+from .router import INSTANT, Call, Candidate, Counters, Host, Plan, Reason, route
 from .shapes import Shape
 from .unet import Control
 from .watch import NotFiniteError, OutputWatch, is_finite, repeatable
@@ -181,10 +182,15 @@ class RoutedUNet:
         self.counters.count(Host(reason=reason, text=text))
 
     def _route(self, call: Call) -> Plan | Host:
-        answer = route(call, self.pool.candidates())
+        """An engine that was built, else an instant one, else the host."""
+        built = replace(call, modes=tuple(mode for mode in call.modes if mode != INSTANT))
+        answer = route(built, self.pool.candidates())
         missing = isinstance(answer, Host) and answer.reason in MISSING
         if isinstance(answer, Host) and missing and self._on_miss(call, answer):
-            return route(call, self.pool.candidates())
+            answer = route(built, self.pool.candidates())
+        if isinstance(answer, Host) and INSTANT in call.modes:
+            instant = route(replace(call, modes=(INSTANT,)), self.pool.candidates())
+            return instant if isinstance(instant, Plan) else answer
         return answer
 
     def _try(self, plan: Plan, inputs: Mapping[str, Tensor]) -> tuple[Plan | Host, Tensor | None]:
@@ -215,7 +221,8 @@ class RoutedUNet:
 
     def _set_aside(self, plan: Plan, reason: Reason, text: str) -> Host:
         names = ", ".join(sorted({part.stem for part in plan.parts}))
-        if any([self.pool.set_aside(part.stem, text) for part in plan.parts]):
+        fallen = [part for part in plan.parts if self.pool.set_aside(part.stem, text)]
+        if fallen:
             logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
         return Host(reason=reason, text=f"engine {names}: {text}")
 

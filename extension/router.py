@@ -12,6 +12,8 @@ from typing import Any
 
 from .shapes import Shape
 
+INSTANT = "instant"  # the torch UNet as a CUDA graph: nothing is built for it
+
 # One engine call costs about as much as this many rows of work, beside its own rows: it settles
 # ties towards fewer, larger calls. Times replace the estimate once every engine has one.
 CALL_OVERHEAD_ROWS = 0.25
@@ -47,7 +49,7 @@ class Call:
         features: names of active features that touch the UNet and that no engine computes.
         epoch: the weights epoch: changes whenever weights may have changed.
         fingerprint: content fingerprint of the weights in this epoch, if it is known already.
-        modes: which engines may serve: ``shared``, ``baked``, or both.
+        modes: which engines may serve: ``shared``, ``baked``, ``instant``.
     """
 
     architecture: str
@@ -183,7 +185,7 @@ def _rules(call: Call) -> Sequence[_Rule]:
         ),
         _Rule(
             Reason.WEIGHTS,
-            lambda c: c.weights == "shared" or c.fingerprint == call.fingerprint is not None,
+            lambda c: c.weights != "baked" or c.fingerprint == call.fingerprint is not None,
             lambda left: "the engine has the weights of another checkpoint or LoRA baked in",
         ),
         _Rule(
@@ -218,9 +220,9 @@ def _cheapest(call: Call, candidates: Sequence[Candidate]) -> Plan:
     computed half one way and half another.
     """
     measured = all(candidate.milliseconds for candidate in candidates)
-    groups: dict[tuple[bool, int, bool], dict[int, Candidate]] = {}
+    groups: dict[tuple[bool, int, str], dict[int, Candidate]] = {}
     for candidate in candidates:
-        key = (candidate.shape.control, candidate.shape.tokens, candidate.weights == "shared")
+        key = (candidate.shape.control, candidate.shape.tokens, candidate.weights)
         by_batch = groups.setdefault(key, {})
         held = by_batch.get(candidate.shape.batch)
         if held is None or _cost(candidate, measured) < _cost(held, measured):
@@ -231,7 +233,7 @@ def _cheapest(call: Call, candidates: Sequence[Candidate]) -> Plan:
         cost, batches = _cover(call.shape.batch, tuple(costs))
         plans.append((cost, key, [by_batch[b] for b in batches]))
     _, key, chosen = min(plans, key=lambda plan: (plan[1][0], plan[0], plan[1]))
-    return Plan(parts=_parts(call, chosen), weights="shared" if key[2] else "baked")
+    return Plan(parts=_parts(call, chosen), weights=key[2])
 
 
 def _cost(candidate: Candidate, measured: bool) -> float:

@@ -22,13 +22,14 @@ from .build_history import BuildHistory
 from .building import BuildRequest, build_engine
 from .engine.interface import check_choice
 from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
+from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library, State
 from .log import logger
 from .memory import free_bytes, hwc8_bytes
 from .pool import EnginePool
 from .progress import CancelToken, Progress
-from .router import Call
+from .router import INSTANT, Call
 from .serving import Target, candidate_of, load_engine, verify
 from .shapes import Shape
 
@@ -46,12 +47,14 @@ class TierSettings:
             ``wait``s for it, or it is ``never`` built.
         after_calls: calls of a shape before its engine is built.
         staging: copy 3x3 convolution weights into the faster layout where memory allows.
+        instant: while an engine is missing, serve from the torch UNet in a CUDA graph.
         disk_budget: bytes that all engines may take on disk; 0 is no limit.
     """
 
     policy: str = "background"
     after_calls: int = 2
     staging: bool = True
+    instant: bool = True
     disk_budget: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +110,7 @@ class TierManager:
         self.settings = settings or TierSettings()
         self.on_event = on_event
         self.failed: dict[str, str] = {}
+        self.instant = InstantTier(pool)
         self._wanted: dict[str, tuple[Job, CancelToken]] = {}
         self.unable = ""
         self._calls: Counter[str] = Counter()
@@ -124,7 +128,7 @@ class TierManager:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         cancel: CancelToken | None = None,
     ) -> bool:
-        """A call that no engine serves: get one according to the policy.
+        """A call that no engine serves, or an instant one: get one according to the policy.
 
         Args:
             policy: in place of the one in the settings.
@@ -133,11 +137,14 @@ class TierManager:
         Returns:
             Whether an engine was loaded meanwhile, so that routing is worth another try.
         """
-        found = self._job_of(arch, call)
+        policy = policy or self.settings.policy
+        if self.settings.instant and policy != "wait" and INSTANT in call.modes:
+            self.instant.miss(arch, call)
+        found = self._job_of(arch, call) if "shared" in call.modes else None
         if found is None:
             return False
         job, key = found
-        stem, policy = key.stem, policy or self.settings.policy
+        stem = key.stem
         if stem in self.failed or stem in self._wanted or self.pool.holds(stem):
             return False
         present = self.library.find(key, job.target.machine) is not None
@@ -238,6 +245,7 @@ class TierManager:
                 tell("failed", "not enough GPU memory")
                 return False
         tell("ready")
+        self.instant.drop(stem_of(key.architecture, key.shape, key.io_dtype, job.target.device))
         self._trim(key.stem)
         return True
 
@@ -339,10 +347,12 @@ class TierManager:
             thread = self._thread
         if thread is not None:
             thread.join(timeout)
+        self.instant.close(timeout)
 
     def retry(self) -> None:
         """Forget failures, so that engines are tried again."""
         self.failed.clear()
+        self.instant.retry()
         self._jobs.clear()
         self.unable = ""
 

@@ -63,7 +63,7 @@ class OutputWatch:
         """Samplers with adaptive steps never end on a NaN: they must not get to the end."""
         known = self._total
         if self._copied is not None:
-            known = self._seen if self._copied.query() else None
+            known = self._seen if self._copied.query() else None  # type: ignore[no-untyped-call]
         if known is not None:
             self._check(known)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 CATEGORY = "Engine Room"
 MODEL_TIP = "The model, before or after any LoRA loader."
-TIERS = ["auto", "shared", "baked", "off"]
+TIERS = ["auto", "shared", "baked", "instant", "off"]
 PRECISIONS = ["as the host", "fp16", "bf16", "fp32"]
 PRECISION_TIP = (
     "What engines compute in. Another precision than the host's needs a copy of the weights in it."
@@ -37,8 +37,9 @@ class EngineRoomModel:
                     {
                         "default": "auto",
                         "tooltip": "auto: the fastest engine that is ready. shared: engines that "
-                        "hold no weights. baked: only engines that hold these very weights. off: "
-                        "the host alone.",
+                        "hold no weights. baked: only engines that hold these very weights. "
+                        "instant: the model's own operations as one CUDA graph, nothing is built; "
+                        "auto uses it while an engine is missing. off: the host alone.",
                     },
                 ),
                 "when_missing": (

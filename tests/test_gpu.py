@@ -14,9 +14,11 @@ import torch
 
 from extension.backend_choice import choose, surroundings
 from extension.baking import bake
+from extension.dispatch import engine_inputs
 from extension.doctor import diagnose
 from extension.driver import driver_version, gpus
 from extension.engine.scratch import free_scratch, scratch_of
+from extension.engine.torch_graph import TorchGraphEngine
 from extension.errors import EngineRoomError
 from extension.library import Library, State
 from extension.ops_torch import TorchUNet
@@ -27,7 +29,7 @@ from extension.routed import RoutedUNet
 from extension.router import Reason
 from extension.serving import Target, build_shared, candidate_of, load_engine, verify
 from extension.shapes import Shape
-from extension.tiers import Job, TierManager
+from extension.tiers import Job, TierManager, TierSettings
 from tests.support_models import (
     SMALL,
     control_of,
@@ -217,6 +219,74 @@ def test_not_finite_goes_to_the_host_and_sets_the_engine_aside(pool):
     assert len(asked) == 2
     reasons = [reason for reason, _ in unet.counters.host]
     assert Reason.NOT_FINITE in reasons
+
+
+@pytest.mark.parametrize("at", [0, 7])
+def test_a_job_with_a_bad_output_is_done_again(pool, at):
+    """The flag is read a call later, or at the end; weights turn bad in mid-run."""
+    good, args = on_gpu(random_weights(ARCH)), arguments()
+    bad = {**good, "out.2.bias": torch.full_like(good["out.2.bias"], torch.inf)}
+    unet, asked = routed(good, pool), []
+    expected = exact(good, args)
+    unet.host = lambda *call: asked.append(call) or expected
+
+    def job():
+        drawn = torch.rand(1, device=DEVICE)
+        for step in range(8):
+            unet.set_weights(bad if step == at else good, epoch=step)
+            out = unet(*args)
+        return out, drawn
+
+    torch.manual_seed(4)
+    first = torch.rand(1, device=DEVICE)
+    torch.manual_seed(4)
+    out, drawn = unet.whole_job(job, torch.device(DEVICE))
+    assert torch.equal(drawn, first)
+    assert torch.equal(out, expected)
+    assert unet.counters.totals == (0, 8)
+    assert len(asked) == 8
+
+
+def test_an_instant_engine_replays_the_torch_unet(tmp_path):
+    """Captured and replayed; under the host's autocast and inference mode; with other pointers."""
+    first, second = (on_gpu(random_weights(ARCH, seed)) for seed in (0, 1))
+    args = arguments()
+    manager = TierManager(Library(tmp_path), EnginePool(), TierSettings(policy="never"))
+    unet = routed(first, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
+    unet.modes = ("instant",)
+    for _ in range(2):
+        unet(*args)
+    manager.instant.wait(60)
+    assert manager.instant.failed == {}
+    unet.host = refusing
+    exacts = {0: exact(first, args), 1: exact(second, args)}
+    with torch.inference_mode(), torch.autocast("cuda"):
+        for which, weights in enumerate((first, second)):
+            unet.set_weights(weights, epoch=which)
+            for _ in range(4):
+                assert relative_l2(unet(*args), exacts[which]) <= TOLERANCE
+    second["out.2.bias"].add_(1)
+    assert relative_l2(unet(*args), exact(second, args)) <= TOLERANCE
+    (held,) = manager.pool.candidates()
+    assert manager.pool.nbytes >= manager.pool.use(held.stem).engine.activation_bytes > 0
+    manager.pool.close()
+
+
+def test_instant_engines_leave_no_memory():
+    weights, args = on_gpu(random_weights(ARCH)), arguments()
+    inputs = engine_inputs(*args)
+    used = []
+    for _ in range(6):
+        engine = TorchGraphEngine(ARCH, SHAPE, dtype="fp16", device=DEVICE)
+        engine.bind(weights)
+        for _ in range(3):
+            engine.run(inputs)
+        engine.close()
+        del engine
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_reserved(DEVICE))
+    assert used[-1] == used[1], used
 
 
 def test_copies_that_do_not_fit_go_to_the_host(engines, entries, target):

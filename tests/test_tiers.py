@@ -216,7 +216,8 @@ def test_the_least_recently_used_engine_goes_first():
     assert [engines[n].closed for n in "abc"] == [0, 1, 0]
     with pytest.raises(KeyError):
         pool.use("b")
-    pool.set_aside("a")
+    assert pool.set_aside("a", "broken")
+    assert not pool.set_aside("a", "again")
     assert [c.ready for c in pool.candidates()] == [False, True]
     assert pool.remove("a")
     assert not pool.remove("a")

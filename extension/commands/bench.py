@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..baking import bake_model
+from ..dispatch import run_unet
 from ..errors import EngineRoomError, SettingError
 from ..library import Library
 from ..model import Model
 from ..ops_torch import TorchUNet
-from ..parity import limit_for, random_inputs, reference, relative_l2
+from ..parity import limit_for, random_inputs, relative_l2
 from ..serving import Target, build_shared, host_unet, serve_with
 from ..shapes import Shape
 from ..speed import Speed, record
@@ -94,9 +95,9 @@ def _contenders(
     place = torch.device(target.device)
     inputs = random_inputs(arch.for_shape(shape), shape, 500.0, seed=0, device=place)
     with torch.no_grad():
-        expected = reference(TorchUNet(arch, weights), inputs)
+        expected = run_unet(TorchUNet(arch, weights), inputs)
     cast = {n: t if n == "timesteps" else t.to(target.torch_dtype) for n, t in inputs.items()}
-    plain = Contender(TORCH, lambda: reference(host_unet(arch, weights, target), cast))
+    plain = Contender(TORCH, lambda: run_unet(host_unet(arch, weights, target), cast))
     found = [plain]
     builds: dict[str, Callable[[], Any]] = {
         "shared engine": lambda: build_shared(
@@ -135,7 +136,7 @@ def _engine(
         )
     except EngineRoomError as error:
         return Contender(name, problem=error.message)
-    return Contender(name, lambda: reference(unet, dict(inputs)), stem=entry.stem)
+    return Contender(name, lambda: run_unet(unet, dict(inputs)), stem=entry.stem)
 
 
 def _check(contenders: list[Contender], expected: Tensor) -> None:

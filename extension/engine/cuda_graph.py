@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import cache
 
 import torch
+
+_capturing = threading.Lock()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CallGraph:
@@ -12,14 +22,13 @@ class CallGraph:
 
     The first call after ``invalidate`` runs plainly, which also warms up; the second captures,
     so weights that change on every call never pay for a capture. Hosts run on the legacy
-    default stream, which cannot be captured: the capture happens on a private stream, in
+    default stream, which cannot be captured: the capture happens on a stream of its own, in
     thread-local mode because other threads may allocate meanwhile; a replay runs on the
     current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = False
 
@@ -43,12 +52,10 @@ class CallGraph:
         self._graph.replay()
 
     def _capture(self, enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
+        stream, graph = _capture_stream(self._device), torch.cuda.CUDAGraph()
         # The call before may still use the engine's scratch memory.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with _capturing, torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 enqueue()

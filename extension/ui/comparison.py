@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EngineRoomError
+from ..key import STEM
 from ..parity import relative_l2
 from ..picture import psnr, to_image
 from ..speed import Speed, record
@@ -84,6 +85,8 @@ def _report(host: UiHost, job: DrawJob, plain: Drawn, fast: Drawn, pictures: lis
 def _record(host: UiHost, job: DrawJob, plain: Drawn, fast: Drawn) -> None:
     """Keep the figures with the engine that served most: time of a picture by steps."""
     stem = max(fast.engines, key=lambda name: fast.engines[name])
+    if not STEM.fullmatch(stem):
+        return  # an instant one: nothing of it is kept
     speed = Speed(host_ms=1e3 * plain.seconds / job.steps, engine_ms=1e3 * fast.seconds / job.steps)
     record(host.room().library, stem, host.device(), speed)
 

@@ -86,6 +86,8 @@ class Routing:
     def sample(self, executor: Any, *args: Any, **more: Any) -> Any:
         """A sampler's whole run: outputs are checked without a wait in each of its steps."""
         base = self._base()
+        if base is None:
+            return executor(*args, **more)
         served = room().model(base.diffusion_model)
 
         def job() -> Any:

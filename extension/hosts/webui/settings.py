@@ -13,7 +13,7 @@ from ...tiers import TierSettings
 
 SECTION = ("engine_room", "Engine Room (TensorRT)")
 POLICIES = ["background", "wait", "never", "off"]
-TIERS = ["auto", "shared", "baked"]
+TIERS = ["auto", "shared", "baked", "instant"]
 ENGINES_IN_MEMORY = (1, 32)
 CALLS = (1, 200)
 DISK_GB = (0, 200)
@@ -46,7 +46,8 @@ def register() -> None:
         "tier",
         "auto",
         "Engines that may serve",
-        "auto: a baked engine where the loaded weights are those in it, else a shared one",
+        "auto: a baked engine where the loaded weights are those in it, else a shared one, else "
+        "an instant one (the model's own operations as one CUDA graph: nothing is built)",
         gradio.Radio,
         choices=TIERS,
     )
@@ -62,6 +63,12 @@ def register() -> None:
         True,
         "Copy convolution weights into the faster layout where VRAM allows",
         "about 1.1 GB for SD1.5 and 0.7 GB for SDXL; engines without copies are a little slower",
+    )
+    add(
+        "instant",
+        True,
+        "Draw faster while an engine is missing",
+        "the model's own operations as one CUDA graph; needs no TensorRT, but some VRAM of its own",
     )
     slide(
         "most",
@@ -91,7 +98,7 @@ def policy() -> str:
 
 
 def tier() -> str:
-    """Which engines may serve: ``auto``, ``shared`` or ``baked``."""
+    """Which engines may serve: one of ``TIERS``."""
     return str(_choice("tier", TIERS))
 
 
@@ -100,6 +107,7 @@ def tier_settings() -> TierSettings:
     return TierSettings(
         after_calls=_number("after_calls", 2, CALLS),
         staging=bool(getattr(shared.opts, "engine_room_staging", True)),
+        instant=bool(getattr(shared.opts, "engine_room_instant", True)),
         disk_budget=_number("disk", 0, DISK_GB) * 1_000_000_000,
     )
 
