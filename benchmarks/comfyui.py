@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from .timing import summarise
 
 ROOT = Path(os.environ.get("COMFYUI_ROOT", Path.home() / "ComfyUI"))
 
@@ -76,17 +77,13 @@ class Host:
 
 
 def rounds(peers: dict[str, Callable[[], float]], count: int) -> dict[str, Any]:
-    """Median, least and most seconds of every peer, in turn."""
+    """Median seconds of every peer with its 95 % interval, in turn."""
     times: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(count):
         for name, draw in peers.items():
             times[name].append(draw())
     return {
-        name: {
-            "median": round(statistics.median(found), 3),
-            "least": round(min(found), 3),
-            "most": round(max(found), 3),
-        }
+        name: {k: v for k, v in summarise(found).to_json().items() if k != "p99"}
         for name, found in times.items()
     }
 

@@ -16,7 +16,7 @@ RESAMPLES = 500
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: median, 95 % bootstrap interval of it, 99th percentile."""
+    """A time: median, 95 % bootstrap interval of it, 99th percentile."""
 
     median: float
     low: float

@@ -200,6 +200,34 @@ class ComfyPatcher:
         return executor(x, timesteps, context, None, lists, options, **extra)
 
 
+class DynamicPatcher(ComfyPatcher):
+    """ModelPatcherDynamic of newer hosts: plain parameters are not there while it runs."""
+
+    dynamic = True
+
+    def is_dynamic(self):
+        return self.dynamic
+
+    def model_size(self):
+        return 1000
+
+    def clone(self, disable_dynamic=False):
+        made = super().clone()
+        made.__class__ = DynamicPatcher
+        made.dynamic = self.dynamic and not disable_dynamic
+        return made
+
+    def run(self, *args, **options):
+        layer = self.model.diffusion_model.out[2]
+        weight = layer.weight
+        if self.dynamic:
+            layer.comfy_cast_weights, layer.weight_function = True, [lambda tensor: tensor]
+        try:
+            return super().run(*args, **options)
+        finally:
+            layer.weight_function, layer.weight = [], weight
+
+
 class Interrupted(Exception):  # noqa: N818
     """comfy.model_management.InterruptProcessingException."""
 

@@ -132,6 +132,22 @@ def test_comfyui_an_interrupt_that_the_progress_bar_notices_ends_the_run(comfy):
     check_comfy(comfy, (1, 0), shape=replace(SHAPE, batch=3))
 
 
+@pytest.mark.parametrize(("free", "is_dynamic"), [(2000, False), (1050, True)])
+def test_comfyui_dynamic_vram_is_given_up_where_the_model_fits(comfy, free, is_dynamic):
+    """The newer hosts' patchers: weights are nowhere that an engine could read them."""
+    patcher, routing = comfy
+    routing.comfy.model_management.get_free_memory = lambda device: free
+    dynamic = fakes.DynamicPatcher(patcher.model)
+    reference = patcher.run(*call_of())
+    routed = routing.route(dynamic, policy="wait")
+    assert routed.is_dynamic() == is_dynamic
+    assert dynamic.is_dynamic()
+    unet = patcher.model.diffusion_model
+    out, counts = counted(routing.room(), unet, lambda: routed.run(*call_of()))
+    assert relative_l2(out, reference) <= TOLERANCE
+    assert counts == ((0, 1) if is_dynamic else (1, 0))
+
+
 class Spoiling:
     """An engine with one output that is not finite."""
 

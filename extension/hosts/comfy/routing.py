@@ -12,9 +12,11 @@ import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
+from ...log import logger
 from ...patcher_calls import PatchedCall, describe
 from ...progress import CancelToken, Progress
 from ...room import ServedModel, attempt
+from ...tiers import HEADROOM
 from .memory import account, forget
 from .room import KEY, room
 
@@ -132,7 +134,7 @@ def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -
     Args:
         precision: of the engines; empty for the host's.
     """
-    routed = unroute(model)
+    routed = unroute(classic(model))
     routing = Routing(routed, policy=policy, tier=tier, precision=precision)
     routed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, routing)
     routed.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, routing.sample)
@@ -140,6 +142,21 @@ def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -
     routed.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, unloaded)
     account(routed)
     return routed
+
+
+def classic(model: Any) -> Any:
+    """``model`` in the form that keeps its weights on the device, if they fit; else as it is.
+
+    ComfyUI with dynamic VRAM loads weights piece by piece as layers need them, and no engine
+    could read them; its patchers can be cloned into the older form.
+    """
+    if not getattr(model, "is_dynamic", lambda: False)():
+        return model
+    free = comfy.model_management.get_free_memory(model.load_device)
+    if free < HEADROOM * model.model_size():
+        logger.info("The model stays with dynamic VRAM, and with the host: too little is free.")
+        return model
+    return model.clone(disable_dynamic=True)
 
 
 def unroute(model: Any) -> Any:
