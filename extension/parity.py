@@ -176,7 +176,8 @@ class _Comparison:
     def add(
         self, weights: Mapping[str, Tensor], epoch: Hashable, timesteps: Sequence[float]
     ) -> None:
-        Binding(self.engine, self.place).refresh(weights, epoch)
+        binding = Binding(self.engine, self.place)
+        binding.refresh(weights, epoch)
         exact = TorchUNet(self.arch, weights)
         rounded = TorchUNet(self.arch, weights, TORCH_DTYPES[self.dtype])
         for seed, timestep in enumerate(timesteps):
@@ -188,6 +189,8 @@ class _Comparison:
             if self.dtype != "fp32":
                 self.noise = max(self.noise, relative_l2(run_unet(rounded, inputs), expected))
                 self.pause()
+        # Until here it has kept the copies that the engine reads.
+        binding.release()
 
     @property
     def result(self) -> ParityResult:

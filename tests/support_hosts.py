@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,23 @@ HOSTS = {
     "reforge": ("REFORGE_ROOT", "stable-diffusion-webui-reForge"),
     "classic": ("CLASSIC_ROOT", "sd-webui-forge-classic"),
 }
+REQUIREMENTS = ("requirements_versions.txt", "requirements.txt")
+# ComfyUI starts without it.
+OPTIONAL = {"torchaudio"}
+# Prints the packages of its arguments that are not, or not wholly, in its environment.
+INSTALLED = """
+import sys
+from importlib import metadata
+
+def whole(name):
+    try:
+        files = metadata.distribution(name).files or ()
+    except metadata.PackageNotFoundError:
+        return False
+    return all(file.suffix != ".py" or file.locate().exists() for file in files)
+
+print(*[name for name in sys.argv[1:] if not whole(name)])
+"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +69,28 @@ def find_host(name):
         return None, f"no {name} checkout at {root}; set {variable}"
     for python in ("venv/bin/python", ".venv/bin/python", "venv/Scripts/python.exe"):
         if (root / python).exists():
+            missing = missing_packages(root, root / python)
+            if missing:
+                return None, f"{root} is not wholly installed: its environment lacks {missing}"
             return Checkout(root, root / python), ""
     return None, f"{root} has no environment (venv) of its own"
+
+
+@functools.lru_cache
+def missing_packages(root, python):
+    """The packages that a host asks for and its environment lacks, as one text."""
+    lists = [root / name for name in REQUIREMENTS if (root / name).is_file()]
+    lines = lists[0].read_text().splitlines() if lists else []
+    names = {
+        match[0] for line in lines if (match := re.match(r"[A-Za-z0-9][\w.-]*(?!.*://)", line))
+    }
+    ran = subprocess.run(
+        [str(python), "-c", INSTALLED, *sorted(names - OPTIONAL)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ran.stdout.strip() if ran.returncode == 0 else "a Python that runs"
 
 
 def require_host(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import replace
 
 import onnx
@@ -18,7 +19,7 @@ from extension.errors import BuildError, EngineError, SettingError
 from extension.onnx_export import export_pair
 from extension.onnx_graph import emit_graph
 from extension.ops_torch import TorchUNet
-from extension.parity import LEAST_LIMIT, check, strong_weights
+from extension.parity import LEAST_LIMIT, TIMESTEPS, check, strong_weights
 from extension.shapes import Shape
 from tests.support_models import SMALL, control_of, random_inputs, random_weights, relative_l2
 
@@ -111,6 +112,36 @@ def test_parity_passes_and_catches_each_kind_of_damage(small_engine):
     for wrong in (replace(arch, head_channels=32),):
         result = check(engine, wrong, SHAPE, weights, dtype="fp32", device="cpu")
         assert not result.passed
+
+
+def test_parity_keeps_the_copies_that_the_engine_reads(small_engine):
+    """Freed copies are read as whatever takes their place: on a GPU they were infinite."""
+    arch, engine = small_engine
+
+    class Watched:
+        def __init__(self):
+            self.bound = {}
+            self.seen = 0
+
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def bind(self, weights):
+            self.bound.update({name: weakref.ref(tensor) for name, tensor in weights.items()})
+            engine.bind(weights)
+
+        def run(self, inputs):
+            assert all(reference() is not None for reference in self.bound.values())
+            self.seen += 1
+            return engine.run(inputs)
+
+    watched = Watched()
+    # Another dtype than the engine's, so that every weight is a copy.
+    weights = {name: tensor.half() for name, tensor in random_weights(arch).items()}
+    result = check(watched, arch, SHAPE, weights, dtype="fp32", device="cpu")
+    assert result.passed
+    assert watched.seen == 2 * len(TIMESTEPS)
+    assert watched.bound["out.2.bias"]() is None  # nothing is kept afterwards
 
 
 def test_parity_notices_a_wrong_bias_or_scale(small_engine):
