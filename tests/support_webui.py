@@ -12,11 +12,13 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load, save_file
 
+from extension.architecture import TINY
 from extension.model_layout import TEXT, VAE, text_shapes, vae_shapes
 from extension.picture import to_image
 from extension.synthetic import random_tensor
@@ -105,6 +107,82 @@ model:
         lossconfig: {target: torch.nn.Identity}
     cond_stage_config:
       target: ldm.modules.encoders.modules.FrozenCLIPEmbedder
+"""
+# The smallest text encoder that open_clip knows.
+OPEN_CLIP = "ViT-S-32-alt"
+OPEN_WIDTH, OPEN_LAYERS = 256, 10
+SMALL_SD21 = replace(TINY["sd21"], context_dim=OPEN_WIDTH)
+# Both text encoders side by side; the pooled prompt and six sizes.
+SMALL_SDXL = replace(TINY["sdxl"], context_dim=768 + OPEN_WIDTH, adm_channels=OPEN_WIDTH + 6 * 256)
+SD21_YAML = (
+    YAML.replace("  params:\n", '  params:\n    parameterization: "v"\n', 1)
+    .replace("modules.FrozenCLIPEmbedder", "modules.FrozenOpenCLIPEmbedder")
+    .replace("model_channels: 320", "model_channels: 64, num_head_channels: 64")
+    .replace("num_heads: 8, ", "use_linear_in_transformer: True, ")
+    .replace("attention_resolutions: [2, 1], num_res_blocks: 1, channel_mult: [1, 2]",
+             "attention_resolutions: [4, 2, 1], num_res_blocks: 2, channel_mult: [1, 2, 2, 2]")
+    .replace("context_dim: 768", f"context_dim: {OPEN_WIDTH}")
+    + f"      params: {{freeze: True, layer: penultimate, arch: {OPEN_CLIP}}}\n"
+)  # fmt: skip
+SDXL_YAML = f"""
+model:
+  target: sgm.models.diffusion.DiffusionEngine
+  params:
+    scale_factor: 0.13025
+    disable_first_stage_autocast: True
+    denoiser_config:
+      target: sgm.modules.diffusionmodules.denoiser.DiscreteDenoiser
+      params:
+        num_idx: 1000
+        weighting_config:
+          target: sgm.modules.diffusionmodules.denoiser_weighting.EpsWeighting
+        scaling_config:
+          target: sgm.modules.diffusionmodules.denoiser_scaling.EpsScaling
+        discretization_config:
+          target: sgm.modules.diffusionmodules.discretizer.LegacyDDPMDiscretization
+    network_config:
+      target: sgm.modules.diffusionmodules.openaimodel.UNetModel
+      params: {{adm_in_channels: {SMALL_SDXL.adm_channels}, num_classes: sequential,
+               use_checkpoint: False, in_channels: 4, out_channels: 4, model_channels: 64,
+               attention_resolutions: [4, 2], num_res_blocks: 2, channel_mult: [1, 2, 2],
+               num_head_channels: 64, use_spatial_transformer: True,
+               use_linear_in_transformer: True, transformer_depth: [1, 1, 2],
+               context_dim: {SMALL_SDXL.context_dim}, spatial_transformer_attn_type: softmax,
+               legacy: False}}
+    conditioner_config:
+      target: sgm.modules.GeneralConditioner
+      params:
+        emb_models:
+          - is_trainable: False
+            input_key: txt
+            target: sgm.modules.encoders.modules.FrozenCLIPEmbedder
+            params: {{layer: hidden, layer_idx: 11}}
+          - is_trainable: False
+            input_key: txt
+            target: sgm.modules.encoders.modules.FrozenOpenCLIPEmbedder2
+            params: {{arch: {OPEN_CLIP}, freeze: True, layer: penultimate,
+                     always_return_pooled: True, legacy: False}}
+          - is_trainable: False
+            input_key: original_size_as_tuple
+            target: sgm.modules.encoders.modules.ConcatTimestepEmbedderND
+            params: {{outdim: 256}}
+          - is_trainable: False
+            input_key: crop_coords_top_left
+            target: sgm.modules.encoders.modules.ConcatTimestepEmbedderND
+            params: {{outdim: 256}}
+          - is_trainable: False
+            input_key: target_size_as_tuple
+            target: sgm.modules.encoders.modules.ConcatTimestepEmbedderND
+            params: {{outdim: 256}}
+    first_stage_config:
+      target: sgm.models.autoencoder.AutoencoderKLInferenceWrapper
+      params:
+        embed_dim: 4
+        monitor: val/rec_loss
+        ddconfig: {{attn_type: vanilla, double_z: true, z_channels: 4, resolution: 256,
+                   in_channels: 3, out_ch: 3, ch: 128, ch_mult: [1, 2, 4, 4],
+                   num_res_blocks: 2, attn_resolutions: [], dropout: 0.0}}
+        lossconfig: {{target: torch.nn.Identity}}
 """
 CLIP_CONFIG = {
     "architectures": ["CLIPModel"],
@@ -314,6 +392,27 @@ def write_models(base: Path) -> None:
     for i, kind in enumerate(("lora", "loha")):
         make_lora(base / f"models/Lora/{kind}.safetensors", architecture=SMALL_SD15, kind=kind,
                   seed=i)  # fmt: skip
+
+
+def write_larger_families(base: Path) -> None:
+    """SD2 (predicts v) and SDXL checkpoints with small UNets, which a config describes to A1111,
+    and a LoRA for the second. (The Forge family knows models by their real widths only.)"""
+    folder = base / "models" / "Stable-diffusion"
+    for model, arch, config in (
+        ("sd21", SMALL_SD21, SD21_YAML),
+        ("sdxl", SMALL_SDXL, SDXL_YAML),
+    ):
+        tensors = {n: t.half() for n, t in random_weights(arch).items()}
+        tensors = {f"model.diffusion_model.{n}": t.contiguous() for n, t in tensors.items()}
+        layouts = [vae_shapes(VAE["full"])]
+        for text in TEXT[model, "full"]:
+            small = replace(text, width=OPEN_WIDTH, layers=OPEN_LAYERS, projection=OPEN_WIDTH)
+            layouts.append(text_shapes(small if text.open_clip else text))
+        for layout in layouts:
+            tensors |= {name: random_tensor(name, shape, 0).half() for name, shape in layout}
+        save_file(tensors, folder / f"{model}.safetensors")
+        (folder / f"{model}.yaml").write_text(config)
+    make_lora(base / "models/Lora/xl.safetensors", architecture=SMALL_SDXL, names="kohya-ldm")
 
 
 def picture(*, mask: bool = False) -> str:

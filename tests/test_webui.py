@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from tests.support_hosts import find_host
-from tests.support_webui import WebuiServer, distance, picture, write_models
+from tests.support_webui import WebuiServer, distance, picture, write_larger_families, write_models
 
 HOSTS = ("a1111", "forge", "reforge", "classic")
 # fp32 on both sides: sums in another order, amplified over a few sampling steps.
@@ -25,6 +25,8 @@ def host(request, tmp_path_factory):
         pytest.skip(reason)
     server = WebuiServer(request.param, checkout, tmp_path_factory.mktemp(request.param))
     write_models(server.base)
+    if request.param == "a1111":
+        write_larger_families(server.base)
     server.start()
     yield server
     server.stop()
@@ -35,6 +37,7 @@ HIRES = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent", "hr_second
          "denoising_strength": 0.7}  # fmt: skip
 IMG2IMG = {"init_images": [picture()], "denoising_strength": 0.6,
            "settings": {"img2img_fix_steps": True}}  # fmt: skip
+XL, SD2 = ({"sd_model_checkpoint": f"{name}.safetensors"} for name in ("sdxl", "sd21"))
 # Job, the job without the feature, calls served and calls of the host: one pair for all hosts, or
 # one for each that differs. A1111 calls twice a step where prompts differ in length.
 CASES = {
@@ -91,6 +94,17 @@ CASES = {
         {"settings": {"sd_model_checkpoint": "inpainting.safetensors"}}, {}, (3, 0)
     ),
     "v-prediction": ({"settings": {"sd_model_checkpoint": "v.safetensors"}}, {}, (3, 0)),
+    "SD2": ({"settings": SD2}, {}, (3, 0)),
+    "SDXL": ({"settings": XL}, {}, (3, 0)),
+    "SDXL of another size": ({"settings": XL, "width": 96}, None, (3, 0)),
+    "SDXL, long prompt": ({"settings": XL, "prompt": LONG}, {"settings": XL}, (6, 0)),
+    "SDXL with a LoRA": (
+        {"settings": XL, "prompt": "a lighthouse <lora:xl:0.8>"}, {"settings": XL}, (3, 0)
+    ),
+    "SDXL, no negative prompt": (
+        {"settings": XL, "negative_prompt": ""}, {"settings": XL}, (3, 0)
+    ),
+    "SD1.5 after SDXL": ({"seed": 6}, {}, (3, 0)),
     "hypernetwork": ({"prompt": "a lighthouse <hypernet:style:1.0>"}, {}, (0, 3)),
     "after the hypernetwork": ({"seed": 4}, {}, (3, 0)),
     "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.2}, {}, (3, 0)),
@@ -109,6 +123,7 @@ CASES = {
 }  # fmt: skip
 ONLY = {
     "v-prediction": {"a1111"},
+    **{name: {"a1111"} for name in CASES if name.startswith("SD")},
     "hypernetwork": {"a1111"},
     "tiling": {"a1111"},
     "HyperTile": {"a1111"},
