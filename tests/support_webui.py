@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save_file
 
-from extension.architecture import TINY
-from extension.model_layout import TEXT, VAE, text_shapes, vae_shapes
+from extension.architecture import SDXL, TINY, Architecture
+from extension.model_layout import TEXT, VAE, TextLayout, text_shapes, vae_shapes
 from extension.picture import to_image
 from extension.synthetic import random_tensor
 from extension.synthetic_lora import make_lora
@@ -114,6 +114,8 @@ OPEN_WIDTH, OPEN_LAYERS = 256, 10
 SMALL_SD21 = replace(TINY["sd21"], context_dim=OPEN_WIDTH)
 # Both text encoders side by side; the pooled prompt and six sizes.
 SMALL_SDXL = replace(TINY["sdxl"], context_dim=768 + OPEN_WIDTH, adm_channels=OPEN_WIDTH + 6 * 256)
+# What the Forge family knows as SDXL: all but the widths of the blocks is as in the real one.
+NARROW_SDXL = replace(SDXL, channel_mult=(1, 1, 1))
 SD21_YAML = (
     YAML.replace("  params:\n", '  params:\n    parameterization: "v"\n', 1)
     .replace("modules.FrozenCLIPEmbedder", "modules.FrozenOpenCLIPEmbedder")
@@ -395,24 +397,40 @@ def write_models(base: Path) -> None:
 
 
 def write_larger_families(base: Path) -> None:
-    """SD2 (predicts v) and SDXL checkpoints with small UNets, which a config describes to A1111,
-    and a LoRA for the second. (The Forge family knows models by their real widths only.)"""
-    folder = base / "models" / "Stable-diffusion"
+    """For A1111, by configs: SD2 (predicts v) and SDXL with small UNets, and a LoRA for SDXL."""
     for model, arch, config in (
         ("sd21", SMALL_SD21, SD21_YAML),
         ("sdxl", SMALL_SDXL, SDXL_YAML),
     ):
-        tensors = {n: t.half() for n, t in random_weights(arch).items()}
-        tensors = {f"model.diffusion_model.{n}": t.contiguous() for n, t in tensors.items()}
-        layouts = [vae_shapes(VAE["full"])]
-        for text in TEXT[model, "full"]:
-            small = replace(text, width=OPEN_WIDTH, layers=OPEN_LAYERS, projection=OPEN_WIDTH)
-            layouts.append(text_shapes(small if text.open_clip else text))
-        for layout in layouts:
-            tensors |= {name: random_tensor(name, shape, 0).half() for name, shape in layout}
-        save_file(tensors, folder / f"{model}.safetensors")
-        (folder / f"{model}.yaml").write_text(config)
+        path = base / f"models/Stable-diffusion/{model}.safetensors"
+        texts = [
+            replace(text, width=OPEN_WIDTH, layers=OPEN_LAYERS, projection=OPEN_WIDTH)
+            if text.open_clip
+            else text
+            for text in TEXT[model, "full"]
+        ]
+        write_checkpoint(path, arch, texts)
+        path.with_suffix(".yaml").write_text(config)
     make_lora(base / "models/Lora/xl.safetensors", architecture=SMALL_SDXL, names="kohya-ldm")
+
+
+def write_narrow_sdxl(base: Path, cache: Path) -> None:
+    """For the Forge family: SDXL with both text encoders of full size (2 GB, made once in
+    ``cache``), and a LoRA for it."""
+    made = cache / "sdxl.safetensors"
+    if not made.exists():
+        write_checkpoint(made, NARROW_SDXL, TEXT["sdxl", "full"])
+    (base / "models/Stable-diffusion/sdxl.safetensors").hardlink_to(made)
+    make_lora(base / "models/Lora/xl.safetensors", architecture=NARROW_SDXL, names="kohya-ldm")
+
+
+def write_checkpoint(path: Path, arch: Architecture, texts: list[TextLayout]) -> None:
+    """A whole checkpoint in fp16 with a VAE of full size."""
+    unet = {f"model.diffusion_model.{n}": t for n, t in random_weights(arch).items()}
+    tensors = {name: tensor.half().contiguous() for name, tensor in unet.items()}
+    for layout in (vae_shapes(VAE["full"]), *map(text_shapes, texts)):
+        tensors |= {name: random_tensor(name, shape, 0).half() for name, shape in layout}
+    save_file(tensors, path)
 
 
 def picture(*, mask: bool = False) -> str:
