@@ -85,6 +85,19 @@ def export_pair(
 
     data = _stream(weights, shapes, dtype, digest, tick)
     write_safetensors(folder / PENDING, entries, data, facts)
+    _publish(folder)
+    timeline.enter("writing the graph")
+    on_progress(timeline.now())
+    fingerprint = digest.hexdigest()
+    graph_bytes = _write_graph(
+        folder, arch, shape, dtype, {**(origin or {}), "weights": fingerprint}, cancel
+    )
+    on_progress(timeline.done())
+    return ExportResult(folder=folder, fingerprint=fingerprint, nbytes=total + graph_bytes)
+
+
+def _publish(folder: Path) -> None:
+    """The written weights take the place of an earlier pair."""
     try:
         (folder / ONNX).unlink(missing_ok=True)
         replace_file(folder / PENDING, folder / SAFETENSORS)
@@ -92,21 +105,27 @@ def export_pair(
         raise write_failure(folder / ONNX, error) from error
     finally:
         (folder / PENDING).unlink(missing_ok=True)
-    timeline.enter("writing the graph")
-    on_progress(timeline.now())
-    fingerprint = digest.hexdigest()
+
+
+def _write_graph(
+    folder: Path,
+    arch: Architecture,
+    shape: Shape | None,
+    dtype: str,
+    metadata: Mapping[str, str],
+    cancel: CancelToken,
+) -> int:
+    """Have the worker write the ONNX file, because it needs onnx; returns its bytes."""
     job = {
         "kind": "export",
         "folder": str(folder),
         "architecture": arch.to_json(),
         "shape": shape.to_json() if shape else None,
         "dtype": dtype,
-        "metadata": {**(origin or {}), "weights": fingerprint},
+        "metadata": dict(metadata),
     }
-    setup = WorkerSetup(packages=worker_folders(""))
-    result = run_job(job, cancel=cancel, setup=setup)
-    on_progress(timeline.done())
-    return ExportResult(folder=folder, fingerprint=fingerprint, nbytes=total + result["bytes"])
+    result = run_job(job, cancel=cancel, setup=WorkerSetup(packages=worker_folders("")))
+    return int(result["bytes"])
 
 
 def _timeline(nbytes: int) -> Timeline:

@@ -28,6 +28,8 @@ ACTIVE_OPTIONS = {
     "block_inner_modifiers": "block modifiers",
     "group_norm_wrapper": "a group norm wrapper",
 }
+# The ControlNet itself, which the Forge family passes along for wrappers; the network ignores it.
+IGNORED_INPUTS = {"control_model"}
 
 
 def describe(
@@ -56,7 +58,8 @@ def active_features(
         if value:
             names = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else ""
             found.append(f"{words} ({names})" if names else words)
-    found += [f"the input '{name}'" for name, value in extra.items() if value is not None]
+    given = {n for n, value in extra.items() if value is not None} - IGNORED_INPUTS
+    found += [f"the input '{name}'" for name in sorted(given)]
     unknown = set(control or {}) - CONTROL_PARTS
     found += [f"control '{name}'" for name in sorted(unknown) if control and control[name]]
     return found

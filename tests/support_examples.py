@@ -29,10 +29,15 @@ def write_example_files(base: Path, arch: Architecture) -> None:
     for text in TEXT["sd15", "full"]:
         shapes |= dict(text_shapes(text))
     _write(base / "models/checkpoints/sd15.safetensors", shapes | dict(vae_shapes(VAE["full"])))
-    _write(base / "models/controlnet/canny.safetensors", control_shapes(arch))
+    write_control_model(base / "models/controlnet/canny.safetensors", arch)
     make_lora(base / "models/loras/style.safetensors", architecture=arch)
     (base / "input").mkdir(exist_ok=True)
     Image.effect_noise((64, 64), 90).convert("RGB").save(base / "input" / "example.png")
+
+
+def write_control_model(path: Path, arch: Architecture) -> None:
+    """A ControlNet for ``arch`` in fp16."""
+    _write(path, control_shapes(arch))
 
 
 def control_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

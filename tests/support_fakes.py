@@ -359,6 +359,9 @@ class ForgePatcher:
         """One step: the wrapper, if there is one, around apply_model."""
         base = Applied(self.model.diffusion_model)
         conditions = {"context": context, "transformer_options": {}, **more}
+        if "control" in more:  # made anew for each call, with the network that made it
+            lists = {part: list(found) for part, found in more["control"].items()}
+            conditions |= {"control": lists, "control_model": object()}
         wrapper = self.model_options.get("model_function_wrapper")
         if wrapper is None:
             return base.apply_model(x, timesteps, **conditions)

@@ -24,6 +24,7 @@ from extension.picture import to_image
 from extension.synthetic import random_tensor
 from extension.synthetic_lora import make_lora
 from tests.support_comfyui import INPAINTING, ROOT, SMALL_SD15, free_port, link_packages
+from tests.support_examples import write_control_model
 from tests.support_models import random_weights
 
 FLAGS = {
@@ -295,6 +296,12 @@ class WebuiServer:
             values[int(name[1:])] = value
         return info, values
 
+    def control_unit(self, **changes):
+        """A unit of the Forge family's ControlNet, with the model ``canny`` and no preprocessor."""
+        names = self.get("/controlnet/model_list")["model_list"]
+        model = next(name for name in names if name.startswith("canny"))
+        return {"enabled": True, "module": "None", "model": model, "image": picture(), **changes}
+
     def draw(self, policy, *, patch=None, **job):
         """A job; its latents and infotext. ``policy`` None where our settings are unknown."""
         (self.base / "probe.json").write_text(json.dumps({"patch": patch}))
@@ -312,6 +319,9 @@ class WebuiServer:
             fields.pop("freeu")
             info, values = self.script("freeu", a0=True)
             fields["alwayson_scripts"] = {info["name"]: {"args": values}}
+        unit = fields.pop("controlnet", None)
+        if unit is not None:
+            fields["alwayson_scripts"] = {"ControlNet": {"args": [self.control_unit(**unit)]}}
         kind = "img2img" if "init_images" in job else "txt2img"
         answer = self.post(f"/sdapi/v1/{kind}", fields)
         infotext = json.loads(answer["info"])["infotexts"][-1]
@@ -390,6 +400,9 @@ def write_models(base: Path) -> None:
     (folder / "v.yaml").write_text(
         YAML.replace("  params:\n", '  params:\n    parameterization: "v"\n', 1)
     )
+    control = base / "models/ControlNet/canny.safetensors"
+    control.parent.mkdir(parents=True, exist_ok=True)
+    write_control_model(control, SMALL_SD15)
     write_hypernetwork(base / "models" / "hypernetworks" / "style.pt")
     for i, kind in enumerate(("lora", "loha")):
         make_lora(base / f"models/Lora/{kind}.safetensors", architecture=SMALL_SD15, kind=kind,

@@ -254,6 +254,11 @@ def test_forge_case_by_case(forge, more, expected):
     check_forge(forge, expected, **more)
 
 
+def test_forge_control_is_served(forge):
+    """The host passes the ControlNet itself along too: the network takes no notice of it."""
+    check_forge(forge, (1, 0), control=control_lists())
+
+
 def test_forge_chains_after_another_wrapper_and_survives_deep_copies(forge):
     patcher = forge.model.forge_objects.unet
     patcher.set_model_unet_function_wrapper(

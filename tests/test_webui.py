@@ -149,7 +149,25 @@ ONLY = {
     "FreeU": {"forge", "reforge"},
     "no negative prompt in late steps": {"a1111", "forge"},
 }
+CONTROL = {"controlnet": {"weight": 0.5}}
 FORGE_CASES = {
+    "ControlNet": (CONTROL, {}, (3, 0)),
+    "ControlNet in early steps": (
+        {"controlnet": {"weight": 0.5, "guidance_end": 0.4}},
+        CONTROL,
+        (3, 0),
+    ),
+    "ControlNet for the positive prompt": (
+        {"controlnet": {"weight": 0.5, "control_mode": "ControlNet is more important"}},
+        CONTROL,
+        (3, 0),
+    ),
+    "ControlNet and a LoRA": (
+        {**CONTROL, "prompt": "a lighthouse <lora:lora:0.8>"},
+        CONTROL,
+        (3, 0),
+    ),
+    "without ControlNet again": ({"seed": 8}, {"seed": 8, **CONTROL}, (3, 0)),
     "attention patch": ({"patch": "attn2"}, {}, (0, 3)),
     "block patch": ({"patch": "output"}, {}, (0, 3)),
     "another wrapper": ({"patch": "wrapper"}, {}, (3, 0)),

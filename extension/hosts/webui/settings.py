@@ -14,7 +14,7 @@ from ...tiers import TierSettings
 SECTION = ("engine_room", "Engine Room (TensorRT)")
 POLICIES = ["background", "wait", "never", "off"]
 TIERS = ["auto", "shared", "baked", "instant"]
-ENGINES_IN_MEMORY = (1, 32)
+MEMORY = (1, 32)
 CALLS = (1, 200)
 DISK_GB = (0, 200)
 
@@ -23,73 +23,72 @@ _forced: list[str] = []
 
 def register() -> None:
     """Add the page to the host's settings."""
-    import gradio
-
-    def add(name: str, default: Any, label: str, info: str, kind: Any = None, **args: Any) -> None:
-        option = shared.OptionInfo(default, label, kind, args or None, section=SECTION)
-        shared.opts.add_option(f"engine_room_{name}", option.info(info))
-
-    def slide(name: str, default: int, limits: tuple[int, int], label: str, info: str) -> None:
-        least, most = limits
-        add(name, default, label, info, gradio.Slider, minimum=least, maximum=most, step=1)
-
-    add(
+    _choose(
         "policy",
-        "background",
+        POLICIES,
         "At a size that has no engine yet",
         "background: build one while the host draws; wait: build it first; never: only use what "
         "is there; off: always draw with the host",
-        gradio.Radio,
-        choices=POLICIES,
     )
-    add(
+    _choose(
         "tier",
-        "auto",
+        TIERS,
         "Engines that may serve",
         "auto: a baked engine where the loaded weights are those in it, else a shared one, else "
         "an instant one (the model's own operations as one CUDA graph: nothing is built)",
-        gradio.Radio,
-        choices=TIERS,
     )
-    slide(
+    _slide(
         "after_calls",
         2,
         CALLS,
         "UNet calls of a size before its engine is built",
         "more: sizes that are drawn once are not built for",
     )
-    add(
+    _add(
         "staging",
         True,
         "Copy convolution weights into the faster layout where VRAM allows",
         "about 1.1 GB for SD1.5 and 0.7 GB for SDXL; engines without copies are a little slower",
     )
-    add(
+    _add(
         "instant",
         True,
         "Draw faster while an engine is missing",
         "the model's own operations as one CUDA graph; needs no TensorRT, but some VRAM of its own",
     )
-    slide(
-        "most",
-        6,
-        ENGINES_IN_MEMORY,
-        "Engines kept in memory",
-        "the least recently used goes first",
-    )
-    slide(
+    _slide("most", 6, MEMORY, "Engines kept in memory", "the least recently used goes first")
+    _slide(
         "disk",
         0,
         DISK_GB,
         "Gigabytes of disk for engines",
         "0: no limit; beyond it the engine unused for longest is deleted after a build",
     )
-    add(
+    _add(
         "folder",
         "",
         "Folder of engines",
         "empty: models/engine-room; several hosts may share one; needs a restart",
     )
+
+
+def _add(name: str, default: Any, label: str, info: str, kind: Any = None, **args: Any) -> None:
+    option = shared.OptionInfo(default, label, kind, args or None, section=SECTION)
+    shared.opts.add_option(f"engine_room_{name}", option.info(info))
+
+
+def _choose(name: str, choices: list[str], label: str, info: str) -> None:
+    """A setting of named values, the first of which is the default."""
+    import gradio
+
+    _add(name, choices[0], label, info, gradio.Radio, choices=choices)
+
+
+def _slide(name: str, default: int, limits: tuple[int, int], label: str, info: str) -> None:
+    import gradio
+
+    least, most = limits
+    _add(name, default, label, info, gradio.Slider, minimum=least, maximum=most, step=1)
 
 
 def policy() -> str:
@@ -114,7 +113,7 @@ def tier_settings() -> TierSettings:
 
 def engines_in_memory() -> int:
     """How many engines stay loaded."""
-    return _number("most", 6, ENGINES_IN_MEMORY)
+    return _number("most", 6, MEMORY)
 
 
 def folder() -> Path:
