@@ -87,9 +87,14 @@ def lint(arguments):
 
 def test(arguments):
     """Lint, types and all tests."""
-    if not arguments:
-        lint([])
-    run(python(), "-m", "pytest", *arguments)
+    if arguments:
+        run(python(), "-m", "pytest", *arguments)
+        return
+    lint([])
+    # Two workers, whose torch shares the cores: a host under test takes up to 6 GB of memory.
+    threads = str(max(1, (os.cpu_count() or 2) // 2))
+    shared = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    run(python(), "-m", "pytest", "-n", "2", "--dist", "loadgroup", env=shared)
 
 
 def bench(arguments):

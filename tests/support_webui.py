@@ -215,6 +215,7 @@ class WebuiServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
+        self.drawn = {}
         self.log = base / "log.txt"
         extensions = base / "extensions"
         (base / "models" / "Lora").mkdir(parents=True)
@@ -327,6 +328,13 @@ class WebuiServer:
         infotext = json.loads(answer["info"])["infotexts"][-1]
         # Not mapped: the next job writes the same file.
         return load((self.base / "latents.safetensors").read_bytes())["samples"], infotext
+
+    def draw_alone(self, **job):
+        """A job by the host alone, drawn once: by its seed it is the same each time."""
+        key = json.dumps(job, sort_keys=True)
+        if key not in self.drawn:
+            self.drawn[key] = self.draw("off", **job)
+        return self.drawn[key]
 
     def counts(self):
         """Calls served by engines and by the host, so far."""

@@ -6,6 +6,7 @@ import re
 import shutil
 import urllib.error
 import urllib.request
+from functools import partial
 
 import pytest
 
@@ -51,6 +52,7 @@ HIRES = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "Latent", "hr_second
          "denoising_strength": 0.7}  # fmt: skip
 IMG2IMG = {"init_images": [picture()], "denoising_strength": 0.6,
            "settings": {"img2img_fix_steps": True}}  # fmt: skip
+WIDE = {"width": 256, "height": 128}  # two of HyperTile's smallest tiles
 XL, SD2 = ({"sd_model_checkpoint": f"{name}.safetensors"} for name in ("sdxl", "sd21"))
 # Job, the job without the feature, calls served and calls of the host: one pair for all hosts, or
 # one for each that differs. A1111 calls twice a step where prompts differ in length.
@@ -124,13 +126,11 @@ CASES = {
     "refiner": ({"refiner_checkpoint": "b.safetensors", "refiner_switch_at": 0.2}, {}, (3, 0)),
     "after the refiner": ({"seed": 3}, {}, (3, 0)),
     "HyperTile": (
-        {"width": 256, "height": 256,
-         "settings": {"hypertile_enable_unet": True, "hypertile_max_tile_unet": 128}},
-        {"width": 256, "height": 256},
+        {**WIDE, "settings": {"hypertile_enable_unet": True, "hypertile_max_tile_unet": 128}},
+        WIDE,
         (0, 3),
     ),
-    "after HyperTile": ({"width": 256, "height": 256, "seed": 2}, {"width": 256, "height": 256},
-                        (3, 0)),
+    "after HyperTile": ({**WIDE, "seed": 2}, WIDE, (3, 0)),
     "FreeU": ({"freeu": True}, {}, (0, 3)),
     "token merging": ({"settings": {"token_merging_ratio": 0.6}}, {}, (0, 3)),
     "tiling": ({"tiling": True}, {}, (0, 3)),
@@ -182,15 +182,17 @@ def expected_for(host, expected):
 
 def check(host, case):
     job, without, expected = case
+    alone = host.draw_alone
     if "mask" in job:
         # The first job with a mask (A1111), or after another (Forge), differs from the others by
         # itself: both draws that are compared come after a job without.
-        host.draw("off", **job)
-        host.draw("off", **without)
-    reference, infotext = host.draw("off", **job)
+        alone = partial(host.draw, "off")
+        alone(**job)
+        alone(**without)
+    reference, infotext = alone(**job)
     assert "Engine Room" not in infotext
     if without is not None:
-        other, _ = host.draw("off", **without)
+        other, _ = alone(**without)
         assert distance(other, reference) > MOVES, "the feature does nothing"
     before = host.counts()
     engine, infotext = host.draw("wait", **job)
