@@ -24,12 +24,15 @@ from .key import EngineKey
 from .library import Entry, Library
 from .machine import can_build_ahead
 from .manifest import Manifest
+from .memory import free_ram
 from .packages import worker_folders
 from .progress import CancelToken, ProgressSink
 from .worker_tasks import SAFETENSORS
 
 WORK_PREFIX, PAIR_PREFIX = ".build-", ".pair-"
 SHARED_SPACE = 200_000_000
+DISK_FLOOR = 1_000_000_000
+WORKER_RAM, RAM_FLOOR = 2_000_000_000, 1_000_000_000
 BAKED_SPACE_FACTOR = 2.2  # the linked or copied weights, and the engine
 
 
@@ -142,6 +145,17 @@ def _remove_stale(library: Library, stem: str) -> None:
     """Remove what a killed build left; the stem's lock is held, so nobody is using it."""
     for path in library.folder.glob(f"{WORK_PREFIX}{stem}-*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def shortage(folder: Path) -> str:
+    """What is too short for a build that nobody asked for; empty where nothing is."""
+    ensure_folder(folder)
+    disk, memory = shutil.disk_usage(folder).free, free_ram()
+    if disk < SHARED_SPACE + DISK_FLOOR:
+        return f"'{folder}' has only {disk / 1e9:.2f} GB free"
+    if memory is not None and memory < WORKER_RAM + RAM_FLOOR:
+        return f"only {memory / 1e9:.1f} GB of memory are free"
+    return ""
 
 
 def _check_space(library: Library, request: BuildRequest) -> None:

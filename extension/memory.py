@@ -20,6 +20,16 @@ def free_bytes(device: str) -> int:
     return int(free + cached)
 
 
+def free_ram() -> int | None:
+    """Bytes of main memory that can be had without swapping; None where nothing tells (psutil,
+    which every host has)."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().available)
+
+
 def hwc8_bytes(arch: Architecture) -> int:
     """Bytes of copies of all 3x3 convolution weights in a 16-bit precision."""
     shapes = arch.parameters().values()

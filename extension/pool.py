@@ -11,6 +11,7 @@ from .binding import Binding
 from .engine.interface import Engine
 from .engine.scratch import free_scratch, scratch_bytes
 from .log import logger
+from .pace import Pace
 from .router import Candidate
 
 
@@ -32,11 +33,15 @@ class EnginePool:
 
     Args:
         most: engines kept in memory.
+
+    Attributes:
+        pace: how long steps take, by who serves them.
     """
 
     def __init__(self, most: int = 6) -> None:
         self.lock = threading.RLock()
         self.most = most
+        self.pace = Pace()
         self._engines: dict[str, LoadedEngine] = {}
         self._clock = 0
 

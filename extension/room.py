@@ -200,7 +200,7 @@ class Room:
         """Load a baked engine in the background, unless it is there, on its way, or failed."""
         stem = entry.stem
         if not (self.pool.holds(stem) or stem in self.tiers.failed or stem in self.tiers.wanted):
-            self.tiers.want(baked_job(arch, entry, device))
+            self.tiers.want(baked_job(arch, entry, device), asked=False)
 
     def install(self) -> None:
         """Fill the private folder in the background; ``installing`` tells how it goes."""

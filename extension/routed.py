@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .binding import BindingReport
+from .contest import against_host, choose, kind_of, server_of
 from .dispatch import engine_inputs, serve
 from .engine.interface import Engine
 from .errors import EngineRoomError
@@ -141,10 +142,13 @@ class RoutedUNet:
         """
         call = self.describe(x, context, control is not None, features)
         answer = self._route(call)
+        self._note_step(call, answer, x.device)
         if isinstance(answer, Plan):
             with self.pool.lock:
                 inputs = engine_inputs(x, timesteps, context, y, control)
                 answer, out = self._try(answer, inputs)
+                if out is None:
+                    self.pool.pace.rest()
                 if out is not None:
                     # The engine's own buffer is overwritten by its next call.
                     out = out.to(x.dtype) if out.dtype != x.dtype else out.clone()
@@ -182,16 +186,23 @@ class RoutedUNet:
         self.counters.count(Host(reason=reason, text=text))
 
     def _route(self, call: Call) -> Plan | Host:
-        """An engine that was built, else an instant one, else the host."""
+        """An engine that was built or an instant one, or the host."""
         built = replace(call, modes=tuple(mode for mode in call.modes if mode != INSTANT))
         answer = route(built, self.pool.candidates())
         missing = isinstance(answer, Host) and answer.reason in MISSING
         if isinstance(answer, Host) and missing and self._on_miss(call, answer):
             answer = route(built, self.pool.candidates())
-        if isinstance(answer, Host) and INSTANT in call.modes:
+        if INSTANT in call.modes:
             instant = route(replace(call, modes=(INSTANT,)), self.pool.candidates())
-            return instant if isinstance(instant, Plan) else answer
-        return answer
+            answer = choose(self.pool, call, answer, instant)
+        return against_host(self.pool, call, answer) if isinstance(answer, Plan) else answer
+
+    def _note_step(self, call: Call, answer: Plan | Host, device: torch.device) -> None:
+        server = server_of(answer)
+        if server:
+            self.pool.pace.step(kind_of(call), server, device)
+        else:
+            self.pool.pace.rest()
 
     def _try(self, plan: Plan, inputs: Mapping[str, Tensor]) -> tuple[Plan | Host, Tensor | None]:
         try:

@@ -15,7 +15,7 @@ from .shapes import Shape
 INSTANT = "instant"  # the torch UNet as a CUDA graph: nothing is built for it
 
 # One engine call costs about as much as this many rows of work, beside its own rows: it settles
-# ties towards fewer, larger calls. Times replace the estimate once every engine has one.
+# ties towards fewer, larger calls.
 CALL_OVERHEAD_ROWS = 0.25
 
 
@@ -35,6 +35,7 @@ class Reason(Enum):
     MEMORY = "memory"
     ENGINE_FAILED = "engine-failed"
     NOT_FINITE = "not-finite"
+    SLOWER = "slower"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,6 @@ class Candidate:
         stem: its name in the library.
         ready: verified on this device, and neither set aside nor still loading.
         problem: why it was set aside.
-        milliseconds: measured time of one call; None while unknown.
     """
 
     stem: str
@@ -82,7 +82,6 @@ class Candidate:
     fingerprint: str | None = None
     ready: bool = True
     problem: str = ""
-    milliseconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,38 +218,27 @@ def _cheapest(call: Call, candidates: Sequence[Candidate]) -> Plan:
     Engines of one plan share tokens, control inputs and weights mode, so that a picture is not
     computed half one way and half another.
     """
-    measured = all(candidate.milliseconds for candidate in candidates)
     groups: dict[tuple[bool, int, str], dict[int, Candidate]] = {}
     for candidate in candidates:
         key = (candidate.shape.control, candidate.shape.tokens, candidate.weights)
-        by_batch = groups.setdefault(key, {})
-        held = by_batch.get(candidate.shape.batch)
-        if held is None or _cost(candidate, measured) < _cost(held, measured):
-            by_batch[candidate.shape.batch] = candidate
+        groups.setdefault(key, {}).setdefault(candidate.shape.batch, candidate)
     plans = []
     for key, by_batch in groups.items():
-        costs = sorted((batch, _cost(c, measured)) for batch, c in by_batch.items())
-        cost, batches = _cover(call.shape.batch, tuple(costs))
+        cost, batches = _cover(call.shape.batch, tuple(sorted(by_batch)))
         plans.append((cost, key, [by_batch[b] for b in batches]))
     _, key, chosen = min(plans, key=lambda plan: (plan[1][0], plan[0], plan[1]))
     return Plan(parts=_parts(call, chosen), weights=key[2])
 
 
-def _cost(candidate: Candidate, measured: bool) -> float:
-    """Time of one call: in milliseconds, or in rows where some engine is unmeasured."""
-    if measured and candidate.milliseconds:
-        return candidate.milliseconds
-    return candidate.shape.batch + CALL_OVERHEAD_ROWS
-
-
 @lru_cache(maxsize=256)
-def _cover(rows: int, engines: tuple[tuple[int, float], ...]) -> tuple[float, tuple[int, ...]]:
-    """Least cost to serve ``rows`` rows with engines of given batch and cost; largest first."""
+def _cover(rows: int, sizes: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+    """Least cost to serve ``rows`` rows with engines of given batches; largest first."""
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for done in range(1, rows + 1):
         options = [
-            (best[max(0, done - batch)][0] + cost, (batch, *best[max(0, done - batch)][1]))
-            for batch, cost in engines
+            (cost + batch + CALL_OVERHEAD_ROWS, (batch, *batches))
+            for batch in sizes
+            for cost, batches in [best[max(0, done - batch)]]
         ]
         best.append(min(options, key=lambda option: (option[0], len(option[1]))))
     cost, batches = best[rows]

@@ -22,7 +22,7 @@ def status(room: Room, device: str) -> dict[str, Any]:
         "folder": str(room.library.folder),
         "gpu": machine.gpu,
         "backends": dict(machine.backends),
-        "unable": room.tiers.unable,
+        "unable": room.tiers.unable or room.tiers.short,
         "installing": room.installing,
         "installed": room.installed,
         "served": counts["served"],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
@@ -19,9 +18,20 @@ from . import threads
 from .architecture import Architecture
 from .binding import TORCH_DTYPES
 from .build_history import BuildHistory
-from .building import BuildRequest, build_engine
+from .building import BuildRequest, build_engine, shortage
+from .contest import kind_of
 from .engine.interface import check_choice
-from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
+from .errors import (
+    BuildError,
+    CancelledError,
+    EngineError,
+    EngineRoomError,
+    LibraryError,
+    ParityError,
+    SettingError,
+    WorkerError,
+)
+from .failure_record import FailureRecord
 from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library, State
@@ -32,6 +42,7 @@ from .progress import CancelToken, Progress
 from .router import INSTANT, Call
 from .serving import Target, candidate_of, load_engine, verify
 from .shapes import Shape
+from .wishes import Wishes
 
 POLICIES = ("background", "wait", "never")
 HEADROOM = 1.1
@@ -111,11 +122,10 @@ class TierManager:
         self.on_event = on_event
         self.failed: dict[str, str] = {}
         self.instant = InstantTier(pool)
-        self._wanted: dict[str, tuple[Job, CancelToken]] = {}
-        self.unable = ""
-        self._calls: Counter[str] = Counter()
+        self.unable = self.short = ""
+        self._record = FailureRecord(library.folder)
+        self._wishes: Wishes[Job] = Wishes()
         self._jobs: dict[Hashable, tuple[Job, EngineKey] | None] = {}
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()
 
@@ -145,16 +155,25 @@ class TierManager:
             return False
         job, key = found
         stem = key.stem
-        if stem in self.failed or stem in self._wanted or self.pool.holds(stem):
+        calls = self._wishes.miss(stem)
+        if stem in self.failed or stem in self._wishes or self.pool.holds(stem):
             return False
-        present = self.library.find(key, job.target.machine) is not None
         if policy == "wait":
             return self.provide(job, on_progress=on_progress, cancel=cancel)
-        self._calls[stem] += 1
-        enough = policy != "never" and self._calls[stem] >= self.settings.after_calls
-        if present or enough:
-            self.want(job)
+        present = self.library.find(key, job.target.machine) is not None
+        enough = policy != "never" and calls >= self.settings.after_calls
+        if present or (enough and self._has_room()):
+            self.want(job, asked=False)
         return False
+
+    def _has_room(self) -> bool:
+        """Whether a build that nobody asked for may start now; where not, it is said once."""
+        short = shortage(self.library.folder)
+        text = f"No engine is built by itself for now: {short}." if short else ""
+        if text and text != self.short:
+            logger.warning("%s", text)
+        self.short = text
+        return not short
 
     def _job_of(self, arch: Architecture, call: Call) -> tuple[Job, EngineKey] | None:
         """The job for a call, remembered; None where no backend can serve it (said once)."""
@@ -162,7 +181,11 @@ class TierManager:
         if name not in self._jobs:
             try:
                 job = Job(arch=arch, shape=call.shape, target=target_of(call))
-                self._jobs[name] = (job, self.key(job))
+                key = self.key(job)
+                past = self._record.recall(key.stem, job.target.machine)
+                if past:
+                    self.failed.setdefault(key.stem, f"{past} (It failed before.)")
+                self._jobs[name] = (job, key)
             except EngineRoomError as error:
                 self.unable = str(error)
                 logger.warning("No engines: %s", error)
@@ -191,11 +214,15 @@ class TierManager:
         history, mode = BuildHistory(self.library.folder), "baked" if baked else "shared"
         return history.expect(target.backend, mode, count, len(target.capabilities))
 
-    def want(self, job: Job) -> str:
-        """Get an engine in the background; returns its stem."""
+    def want(self, job: Job, *, asked: bool = True) -> str:
+        """Get an engine in the background; returns its stem.
+
+        Args:
+            asked: by a person, who comes before what calls have missed.
+        """
         stem = self.key(job).stem
-        with self._changed:
-            self._wanted.setdefault(stem, (job, CancelToken()))
+        with self._wishes.changed:
+            self._wishes.add(stem, job, asked=asked)
             if self._thread is None:
                 self._thread = threads.start(self._work, name="tiers", stop=self.cancel)
         return stem
@@ -236,6 +263,8 @@ class TierManager:
                 raise
             except EngineRoomError as error:
                 self.failed[key.stem] = error.message
+                if lasts(error):
+                    self._record.keep(key.stem, error.message, job.target.machine)
                 logger.warning("No engine for %s: %s The host serves.", label, error)
                 tell("failed", error.message)
                 return False
@@ -245,9 +274,17 @@ class TierManager:
                 tell("failed", "not enough GPU memory")
                 return False
         tell("ready")
-        self.instant.drop(stem_of(key.architecture, key.shape, key.io_dtype, job.target.device))
+        self._record.forget(key.stem)
+        self._drop_instant(key, job.target.device)
         self._trim(key.stem)
         return True
+
+    def _drop_instant(self, key: EngineKey, device: str) -> None:
+        """Free its memory, unless its steps were measured: then the faster of both serves."""
+        dtype = key.io_dtype
+        call = Call(architecture=key.architecture, shape=key.shape, dtype=dtype, device=device)
+        if self.pool.pace.milliseconds(kind_of(call), INSTANT) is None:
+            self.instant.drop(stem_of(key.architecture, key.shape, dtype, device))
 
     def _trim(self, newest: str) -> None:
         """Keep the disk budget; engines that are loaded or wanted stay."""
@@ -303,46 +340,36 @@ class TierManager:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                if not self._wanted:
+            with self._wishes.changed:
+                wish = self._wishes.take()
+                if wish is None:
                     self._thread = None
-                    self._changed.notify_all()
                     return
-                stem, (job, cancel) = next(iter(self._wanted.items()))
             try:
-                self.provide(job, cancel=cancel)
+                self.provide(wish.job, cancel=wish.cancel)
             except CancelledError:
-                self.failed[stem] = "cancelled"
+                self.failed[wish.stem] = "cancelled"
             except Exception as error:
-                self.failed[stem] = str(error)
-                logger.exception("Engine %s was not made ready.", stem)
-            with self._changed:
-                self._wanted.pop(stem, None)
-                self._changed.notify_all()
+                self.failed[wish.stem] = str(error)
+                logger.exception("Engine %s was not made ready.", wish.stem)
+            self._wishes.done()
 
     @property
     def wanted(self) -> list[str]:
         """Stems that are being made ready (first) and that wait."""
-        with self._changed:
-            return list(self._wanted)
+        return self._wishes.stems
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is wanted; False if ``timeout`` seconds were not enough."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._wanted, timeout)
+        return self._wishes.wait(timeout)
 
     def cancel(self) -> None:
         """Cancel what is being built and drop what waits; nothing is tried again by itself."""
-        with self._changed:
-            for stem in list(self._wanted)[1:]:
-                self.failed[stem] = "cancelled"
-                self._wanted.pop(stem)
-            for _, cancel in self._wanted.values():
-                cancel.cancel()
+        self.failed.update(dict.fromkeys(self._wishes.cancel(), "cancelled"))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Cancel everything and wait at most ``timeout`` seconds for the thread to end."""
-        with self._changed:
+        with self._wishes.changed:
             self.cancel()
             thread = self._thread
         if thread is not None:
@@ -350,7 +377,7 @@ class TierManager:
         self.instant.close(timeout)
 
     def retry(self) -> None:
-        """Forget failures, so that engines are tried again."""
+        """Forget failures that may have passed, so that engines are tried again."""
         self.failed.clear()
         self.instant.retry()
         self._jobs.clear()
@@ -362,3 +389,10 @@ def target_of(call: Call) -> Target:
     if call.dtype not in TORCH_DTYPES:
         raise SettingError(f"The host computes in {call.dtype}, which no engine does.")
     return Target(device=call.device, dtype=call.dtype)
+
+
+def lasts(error: EngineRoomError) -> bool:
+    """Whether the engine would fail in the same way again: a worker may have died of anything."""
+    return isinstance(error, BuildError | EngineError | ParityError) and not isinstance(
+        error, WorkerError
+    )

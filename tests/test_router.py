@@ -116,13 +116,6 @@ def test_the_cover_is_the_cheapest():
         assert sum(size + 0.25 for size in sizes) == min(costs)
 
 
-def test_measured_times_decide_once_all_are_known():
-    slow, fast = engine(batch=2, milliseconds=30.0), engine(batch=1, milliseconds=5.0)
-    assert [p.stem for p in route(CALL, [slow, fast]).parts] == ["shared-b1-t77"] * 2
-    unknown = engine(batch=1)
-    assert [p.stem for p in route(CALL, [slow, unknown]).parts] == ["shared-b2-t77"]
-
-
 def test_a_baked_engine_of_these_weights_comes_first_and_is_never_mixed():
     baked = engine(batch=2, weights="baked", fingerprint="f1")
     assert route(CALL, [engine(), baked]).weights == "baked"

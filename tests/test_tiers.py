@@ -8,13 +8,23 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from extension.building import WORK_PREFIX
+from extension.building import WORK_PREFIX, shortage
 from extension.engine.scratch import Scratch
-from extension.errors import BuildError, CancelledError, SettingError
+from extension.errors import (
+    BuildError,
+    CancelledError,
+    EngineError,
+    OutputError,
+    ParityError,
+    SettingError,
+    WorkerError,
+)
+from extension.failure_record import FILE_NAME
 from extension.library import Library, State
 from extension.memory import hwc8_bytes
 from extension.ops_torch import TorchUNet
@@ -106,9 +116,74 @@ def test_a_failure_is_told_once_and_not_repeated(manager, monkeypatch):
     assert len(tries) == 1
     assert kinds(manager) == ["failed"]
     assert manager.failed == {manager.key(JOB).stem: "The compiler refuses."}
-    manager.retry()
-    manager.miss(ARCH, call(), policy="wait")
-    assert len(tries) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "tried"),
+    [
+        (BuildError("The compiler refuses."), {}, False),
+        (EngineError("The backend refuses it."), {}, False),
+        (ParityError("It computes something else."), {}, False),
+        (WorkerError("The worker was killed."), {}, True),
+        (OutputError("The disk is full."), {}, True),
+        (BuildError("The compiler refuses."), {"driver": "600.1"}, True),
+        (BuildError("The compiler refuses."), {"gpu": "another"}, True),
+    ],
+)
+def test_a_later_start_does_not_repeat_what_fails_again(
+    tmp_path, monkeypatch, error, changes, tried
+):
+    tries = []
+
+    def fail(*args, **kwargs):
+        tries.append(1)
+        raise error
+
+    monkeypatch.setattr("extension.tiers.build_engine", fail)
+    TierManager(Library(tmp_path), EnginePool()).miss(ARCH, call(), policy="wait")
+    later = TierManager(Library(tmp_path), EnginePool())
+    record, recall = later._record, later._record.recall
+    record.recall = lambda stem, machine: recall(stem, replace(machine, **changes))
+    for _ in range(3):
+        assert later.miss(ARCH, call(), policy="wait") is False
+        later.retry()
+    assert (len(tries) > 1) == tried
+    assert error.message in next(iter(later.failed.values()), error.message)
+    assert later.provide(JOB) is False  # a person asks: it is tried
+    assert len(tries) == (5 if tried else 2)
+    monkeypatch.undo()
+    assert later.provide(JOB)
+    assert TierManager(Library(tmp_path), EnginePool()).miss(ARCH, call(), policy="wait")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"failures": 3}', b'{"failures": {"S": 1}}'])
+def test_a_damaged_record_of_failures_is_ignored(manager, content):
+    stem = manager.key(JOB).stem
+    (manager.library.folder / FILE_NAME).write_bytes(content.replace(b"S", stem.encode()))
+    assert manager.miss(ARCH, call(), policy="wait") is True
+    assert manager.library.entries()[0].stem == stem
+
+
+@pytest.mark.parametrize(("short", "wanted"), [("the disk is nearly full", 0), ("", 1)])
+def test_nothing_is_built_by_itself_below_the_floors(manager, monkeypatch, short, wanted):
+    monkeypatch.setattr("extension.tiers.shortage", lambda folder: short)
+    monkeypatch.setattr(manager, "provide", lambda *args, **options: time.sleep(0.2))
+    for _ in range(3):
+        manager.miss(ARCH, call())
+    assert len(manager.wanted) == wanted
+    assert short in manager.short
+    manager.want(JOB)  # a person asks
+    assert len(manager.wanted) == 1
+
+
+def test_a_shortage_is_named(tmp_path, monkeypatch):
+    assert shortage(tmp_path) == ""
+    monkeypatch.setattr("extension.building.free_ram", lambda: 10**9)
+    assert shortage(tmp_path) == "only 1.0 GB of memory are free"
+    monkeypatch.setattr(
+        "extension.building.shutil.disk_usage", lambda path: SimpleNamespace(free=5 * 10**8)
+    )
+    assert shortage(tmp_path) == f"'{tmp_path}' has only 0.50 GB free"
 
 
 def test_an_engine_that_computes_something_else_is_not_offered(manager, monkeypatch):

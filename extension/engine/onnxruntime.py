@@ -71,7 +71,9 @@ class OnnxRuntimeEngine:
     """A session over torch's own memory: weights and inputs are not copied."""
 
     def __init__(self, data: bytes) -> None:
-        self._session: Any = _session(data)
+        import torch
+
+        self._session: Any = _session(data, threads=torch.get_num_threads())
         inputs = {i.name: _spec(i) for i in self._session.get_inputs()}
         self.weight_names = tuple(name for name in inputs if "." in name)
         self.weights: Mapping[str, TensorSpec] = {n: inputs[n] for n in self.weight_names}
@@ -119,10 +121,13 @@ def _module() -> Any:
     return onnxruntime
 
 
-def _session(data: bytes) -> Any:
+def _session(data: bytes, *, threads: int = 1) -> Any:
     ort = _module()
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    # Torch works between the calls: no thread waits busily for the next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 

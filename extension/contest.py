@@ -1,0 +1,79 @@
+"""Who of several serves a kind of call: the one whose steps are measured to be the shortest."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from .log import logger
+from .pool import EnginePool
+from .router import INSTANT, Call, Host, Plan, Reason
+
+HOST = "host"
+CLEARLY = 1.03  # less is noise
+SLOWER = 1.05  # than the host: neither GPU memory that spills nor a driver's fault is so little
+SUSPICIOUS = 2.5  # times its own best step
+NOT_MEASURED = (Reason.FEATURE, Reason.INPUTS, Reason.ENGINE_FAILED, Reason.NOT_FINITE)
+
+
+def kind_of(call: Call) -> Hashable:
+    """Calls of one kind take the same time."""
+    return call.architecture, call.shape, call.dtype, call.device
+
+
+def server_of(answer: Plan | Host) -> str:
+    """Who serves, as ``Pace`` knows it; empty where it does not count as the host's usual call."""
+    if isinstance(answer, Plan):
+        return answer.weights
+    return "" if answer.reason in NOT_MEASURED else HOST
+
+
+def choose(pool: EnginePool, call: Call, built: Plan | Host, instant: Plan | Host) -> Plan | Host:
+    """A built engine or an instant one: the faster, once both are measured; else the built one.
+
+    An instant engine that has lost is released.
+    """
+    if not isinstance(built, Plan) or not isinstance(instant, Plan):
+        return instant if isinstance(instant, Plan) else built
+    kind = kind_of(call)
+    theirs, ours = (pool.pace.milliseconds(kind, name) for name in (INSTANT, built.weights))
+    if theirs is None or ours is None:
+        return built
+    if theirs * CLEARLY < ours:
+        return instant
+    for part in instant.parts:
+        pool.remove(part.stem)
+    return built
+
+
+def against_host(pool: EnginePool, call: Call, plan: Plan) -> Plan | Host:
+    """The plan; the host's turn, where engines seem slower and its time has to be known anew.
+
+    Engines that are slower by that time are set aside.
+    """
+    kind, pace = kind_of(call), pool.pace
+    ours, host = pace.milliseconds(kind, plan.weights), pace.milliseconds(kind, HOST)
+    if ours is None:
+        return plan
+    if kind in pace.trials:
+        if host is None:
+            return Host(reason=Reason.SLOWER, text="the engine seems slow; the host is timed")
+        pace.trials.discard(kind)
+        return _judge(pool, kind, plan, ours, host)
+    best = pace.best(kind, plan.weights)
+    slow = host is not None and ours > SLOWER * host
+    if slow or (best is not None and ours > SUSPICIOUS * best):
+        pace.forget(kind, HOST)
+        pace.trials.add(kind)
+        return Host(reason=Reason.SLOWER, text="the engine seems slow; the host is timed")
+    return plan
+
+
+def _judge(pool: EnginePool, kind: Hashable, plan: Plan, ours: float, host: float) -> Plan | Host:
+    if ours <= SLOWER * host:
+        pool.pace.forget(kind, plan.weights)
+        return plan
+    text = f"slower than the host ({ours:.0f} ms a step instead of {host:.0f})"
+    for part in plan.parts:
+        if pool.set_aside(part.stem, text):
+            logger.warning("Engine %s is set aside: %s. The host serves.", part.stem, text)
+    return Host(reason=Reason.SLOWER, text=text)

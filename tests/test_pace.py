@@ -1,0 +1,206 @@
+"""Steps are measured as pictures are made, and the faster of several serves; a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from extension import pace
+from extension.contest import kind_of
+from extension.engine.torch_graph import TorchGraphEngine
+from extension.ops_torch import TorchUNet
+from extension.pool import EnginePool
+from extension.routed import RoutedUNet
+from extension.router import INSTANT, Candidate, Reason
+from extension.shapes import Shape
+from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
+
+ARCH = SMALL["two-levels"]
+SHAPE = Shape(batch=2, height=8, width=8)
+CPU = torch.device("cpu")
+
+
+class Timed(TorchGraphEngine):
+    """An engine whose calls take a given time."""
+
+    def __init__(self, scene, name):
+        super().__init__(ARCH, SHAPE, dtype="fp32", device="cpu")
+        self.scene, self.name = scene, name
+
+    def run(self, inputs):
+        self.scene.spend(self.name)
+        return super().run(inputs)
+
+
+class Scene:
+    """A host and engines that take the milliseconds of ``costs``."""
+
+    def __init__(self, **costs):
+        self.costs, self.now, self.log = costs, 0.0, []
+        self.weights = random_weights(ARCH)
+        self.pool = EnginePool()
+        self.unet = RoutedUNet(ARCH, self.weights, self.host, pool=self.pool)
+        self.unet.modes = ("shared", "baked", INSTANT)
+        self.exact = TorchUNet(ARCH, self.weights)
+        self.inputs = random_inputs(ARCH, SHAPE, 1)
+        self.args = [self.inputs[name] for name in ("x", "timesteps", "context")]
+        self.expected = self.exact(*self.args)
+        self.call = self.unet.describe(self.args[0], self.args[2], False)
+
+    def spend(self, name):
+        self.now += self.costs[name] / 1e3
+        self.log.append(name)
+
+    def host(self, *args):
+        self.spend("host")
+        return self.exact(*args)
+
+    def add(self, weights):
+        candidate = Candidate(
+            stem=f"{weights}-engine",
+            architecture=ARCH.for_shape(SHAPE).id,
+            shape=SHAPE,
+            dtype="fp32",
+            device="cpu",
+            weights=weights,
+        )
+        self.pool.add(candidate, Timed(self, weights))
+
+    def steps(self, count, **options):
+        """Who served each of so many steps; every result is checked."""
+        self.log.clear()
+        for _ in range(count):
+            out = self.unet(*self.args, **options)
+            assert relative_l2(out, self.expected) <= 1e-5
+        return list(self.log)
+
+    def milliseconds(self, server):
+        return self.pool.pace.milliseconds(kind_of(self.call), server)
+
+
+@pytest.fixture
+def scene(monkeypatch):
+    scenes = []
+
+    def make(**costs):
+        scenes.append(Scene(**costs))
+        monkeypatch.setattr(pace, "TIMED", ("cpu",))
+        monkeypatch.setattr(pace, "mark", lambda device: scenes[0].now)
+        return scenes[0]
+
+    yield make
+    scenes[0].pool.close()
+
+
+def test_the_median_of_the_last_steps(scene):
+    made = scene(host=30)
+    made.steps(5)
+    assert made.milliseconds("host") is None  # four steps have an end
+    made.now += 60  # between two jobs
+    made.steps(2)
+    assert made.milliseconds("host") == pytest.approx(30)
+    made.costs["host"] = 50
+    made.steps(6)
+    assert made.milliseconds("host") == pytest.approx(50)
+
+
+@pytest.mark.parametrize("features", [("FreeU",), ()])
+def test_only_usual_calls_of_the_host_count(scene, features):
+    """With a patch in its UNet the host is slower; the engine is not compared with that."""
+    made = scene(host=30)
+    made.steps(8, features=features)
+    assert (made.milliseconds("host") is None) == bool(features)
+
+
+def test_another_size_is_another_kind(scene):
+    made = scene(host=30)
+    other = random_inputs(ARCH, Shape(batch=1, height=8, width=8), 1)
+    for _ in range(8):
+        made.steps(1)
+        made.unet(other["x"], other["timesteps"], other["context"])
+    assert made.milliseconds("host") is None
+
+
+def test_nothing_is_measured_on_a_cpu(scene, monkeypatch):
+    made = scene(host=1, shared=100)
+    monkeypatch.undo()
+    made.steps(8)
+    made.add("shared")
+    assert made.steps(20) == ["shared"] * 20
+
+
+@pytest.mark.parametrize(
+    ("shared", "instant", "wins"), [(40, 44, "shared"), (44, 40, INSTANT), (40, 39.5, "shared")]
+)
+def test_the_faster_of_a_built_engine_and_the_instant_one(scene, shared, instant, wins):
+    made = scene(host=90, shared=shared, instant=instant)
+    made.add(INSTANT)
+    assert made.steps(8) == [INSTANT] * 8
+    made.add("shared")
+    assert set(made.steps(30)[8:]) == {wins}
+    assert made.pool.holds("shared-engine")
+    assert made.pool.holds("instant-engine") == (wins == INSTANT)
+    made.pool.remove("instant-engine")  # such as for its memory
+    assert set(made.steps(5)) == {"shared"}
+
+
+def test_an_engine_slower_than_the_host_is_set_aside(scene):
+    made = scene(host=30, shared=35)
+    made.steps(8)
+    made.add("shared")
+    assert made.steps(40)[20:] == ["host"] * 20
+    (candidate,) = made.pool.candidates()
+    assert not candidate.ready
+    assert candidate.problem == "slower than the host (35 ms a step instead of 30)"
+    codes = {reason["code"] for reason in made.unet.counters.to_json()["reasons"]}
+    assert Reason.SLOWER.value in codes
+
+
+def test_a_slow_moment_of_the_whole_machine_is_no_fault_of_the_engine(scene):
+    """Another program takes the GPU: the host is timed again, and the engine goes on."""
+    made = scene(host=30, shared=12)
+    made.steps(8)
+    made.add("shared")
+    made.steps(12)
+    made.costs.update(host=90, shared=36)
+    assert set(made.steps(60)[-20:]) == {"shared"}
+    made.costs.update(host=30, shared=12)
+    assert set(made.steps(20)) == {"shared"}
+
+
+def test_memory_that_spills_is_noticed_without_an_old_time_of_the_host(scene):
+    """Windows moves GPU memory out instead of failing: the engine becomes slower than the host."""
+    made = scene(host=30, shared=12)
+    made.add("shared")
+    made.steps(20)
+    made.costs["shared"] = 300
+    assert made.steps(60)[-30:] == ["host"] * 30
+    assert "300 ms" in made.pool.candidates()[0].problem
+
+
+def test_marks_that_the_device_has_not_reached_wait(monkeypatch):
+    reached = []
+
+    class Mark:
+        def __init__(self, at):
+            self.at = at
+
+        def query(self):
+            return self.at in reached
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    made, times = pace.Pace(), iter(range(0, 1000, 10))
+    monkeypatch.setattr(pace, "TIMED", ("cpu",))
+    monkeypatch.setattr(pace, "mark", lambda device: Mark(next(times)))
+    for _ in range(8):
+        made.step("kind", "shared", CPU)
+    assert made.milliseconds("kind", "shared") is None
+    reached.extend(range(0, 1000, 10))
+    made.step("kind", "shared", CPU)
+    assert made.milliseconds("kind", "shared") == 10
+    made.rest()
+    made.step("kind", "shared", CPU)
+    made.forget("kind", "shared")
+    assert (made.milliseconds("kind", "shared"), made.best("kind", "shared")) == (None, None)
