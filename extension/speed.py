@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from .contest import HOST, kind_of
+from .key import EngineKey
 from .library import Library
 from .machine import machine_of
+from .pool import EnginePool
+from .router import Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,16 @@ def recorded(state: Mapping[str, Any], gpu: str) -> Speed | None:
         if item.get("gpu") == gpu and all(isinstance(n, int | float) and n > 0 for n in numbers):
             return Speed(host_ms=float(numbers[0]), engine_ms=float(numbers[1]))
     return None
+
+
+def in_service(pool: EnginePool, key: EngineKey, device: str) -> Speed | None:
+    """As pictures were made in this process; None where host or engine made too few."""
+    shape, dtype = key.shape, key.io_dtype
+    kind = kind_of(Call(architecture=key.architecture, shape=shape, dtype=dtype, device=device))
+    host, engine = (pool.pace.milliseconds(kind, server) for server in (HOST, key.weights))
+    if host is None or engine is None:
+        return None
+    return Speed(host_ms=host, engine_ms=engine)
 
 
 def _items(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from . import __version__
+from .library import Entry
 from .machine import machine_of
 from .room import Room
 from .serving import facts
-from .speed import recorded
+from .speed import in_service, recorded
 
 
 def status(room: Room, device: str) -> dict[str, Any]:
@@ -37,15 +37,17 @@ def status(room: Room, device: str) -> dict[str, Any]:
             {
                 **facts(entry),
                 "loaded": entry.stem in loaded,
-                **_use(entry.changing, machine.gpu),
+                **_use(room, entry, device, machine.gpu),
             }
             for entry in room.library.entries(machine)
         ],
     }
 
 
-def _use(changing: Mapping[str, Any], gpu: str) -> dict[str, Any]:
-    used, speed = changing.get("last_used"), recorded(changing, gpu)
+def _use(room: Room, entry: Entry, device: str, gpu: str) -> dict[str, Any]:
+    used = entry.changing.get("last_used")
+    found = entry.manifest and in_service(room.pool, entry.manifest.key, device)
+    speed = found or recorded(entry.changing, gpu)
     return {
         "last_used": used if isinstance(used, int | float | str) else None,
         "speed": speed.ratio if speed else None,

@@ -12,7 +12,9 @@ from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool
 from extension.routed import RoutedUNet
 from extension.router import INSTANT, Candidate, Reason
+from extension.serving import Target
 from extension.shapes import Shape
+from extension.speed import in_service
 from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
 
 ARCH = SMALL["two-levels"]
@@ -110,6 +112,17 @@ def test_only_usual_calls_of_the_host_count(scene, features):
     made = scene(host=30)
     made.steps(8, features=features)
     assert (made.milliseconds("host") is None) == bool(features)
+
+
+def test_the_speed_that_user_interfaces_show(scene):
+    made = scene(host=30, shared=12)
+    key = Target(device="cpu", dtype="fp32").key(ARCH, SHAPE)
+    made.steps(8)
+    made.add("shared")
+    assert in_service(made.pool, key, "cpu") is None
+    made.steps(8)
+    assert in_service(made.pool, key, "cpu").ratio == pytest.approx(2.5)
+    assert in_service(made.pool, key, "cuda:0") is None
 
 
 def test_another_size_is_another_kind(scene):

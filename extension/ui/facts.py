@@ -166,6 +166,9 @@ def headline(host: UiHost) -> str:
     served = f"engines served {facts['served']} of {total} UNet calls" if total else "none yet"
     lines.append(f"**Pictures since the start:** {served}")
     lines += [f"- {r['count']} calls by the host: {r['text']}" for r in facts["reasons"][:5]]
+    failed = list(facts["failed"].items())[-5:]
+    lines += [f"- {stem} is not built again by itself: {why}" for stem, why in failed]
+    lines += [f"- {facts['unable']}"] if facts["unable"] else []
     return "\n\n".join(lines[:3]) + ("\n\n" + "\n".join(lines[3:]) if lines[3:] else "")
 
 
