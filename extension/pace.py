@@ -6,6 +6,7 @@ waiting for it: what the host launches slowly counts, what it only queues does n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -21,7 +22,7 @@ LATER = 64  # steps whose end the GPU has not reached
 
 
 class Pace:
-    """Milliseconds a step, by kind of call and server (``host`` or a weights mode).
+    """Milliseconds a step, by kind of call and server (``host`` or a weights mode). Thread-safe.
 
     Only devices in ``TIMED`` are measured: on a CPU engines are for tests.
 
@@ -35,16 +36,18 @@ class Pace:
         self._open: deque[tuple[Hashable, str, Any, Any]] = deque(maxlen=LATER)
         self._steps: dict[tuple[Hashable, str], deque[float]] = {}
         self._best: dict[tuple[Hashable, str], float] = {}
+        self._lock = threading.Lock()
 
     def step(self, kind: Hashable, server: str, device: torch.device) -> None:
         """A call of this kind is about to be served by ``server``."""
         if device.type not in TIMED:
             return
         now = mark(device)
-        if self._last is not None and self._last[0] == kind:
-            self._open.append((*self._last, now))
-        self._last = (kind, server, now)
-        self._settle()
+        with self._lock:
+            if self._last is not None and self._last[0] == kind:
+                self._open.append((*self._last, now))
+            self._last = (kind, server, now)
+            self._settle()
 
     def rest(self) -> None:
         """What follows is not to be measured."""
@@ -52,7 +55,7 @@ class Pace:
 
     def milliseconds(self, kind: Hashable, server: str) -> float | None:
         """The median of the last steps; None while they are too few."""
-        steps = self._steps.get((kind, server), ())
+        steps = list(self._steps.get((kind, server), ()))
         return median(steps) if len(steps) >= LEAST else None
 
     def best(self, kind: Hashable, server: str) -> float | None:

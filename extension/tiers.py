@@ -184,9 +184,7 @@ class TierManager:
                 key = self.key(job)
                 past = self._record.recall(key.stem, job.target.machine)
                 if past:
-                    self.failed.setdefault(
-                        key.stem, f"{past} (As before.)"
-                    )
+                    self.failed.setdefault(key.stem, f"{past} (As before.)")
                 self._jobs[name] = (job, key)
             except EngineRoomError as error:
                 self.unable = str(error)

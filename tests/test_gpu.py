@@ -14,6 +14,7 @@ import torch
 
 from extension.backend_choice import choose, surroundings
 from extension.baking import bake
+from extension.contest import kind_of
 from extension.dispatch import engine_inputs
 from extension.doctor import diagnose
 from extension.driver import driver_version, gpus
@@ -22,6 +23,7 @@ from extension.engine.torch_graph import TorchGraphEngine
 from extension.errors import EngineRoomError
 from extension.library import Library, State
 from extension.ops_torch import TorchUNet
+from extension.pace import WINDOW
 from extension.parity import MOST_LIMIT, check
 from extension.pool import EnginePool
 from extension.progress import CancelToken
@@ -245,6 +247,25 @@ def test_a_job_with_a_bad_output_is_done_again(pool, at):
     assert torch.equal(out, expected)
     assert unet.counters.totals == (0, 8)
     assert len(asked) == 8
+
+
+def test_steps_are_timed_on_the_gpus_clock(pool):
+    """Nothing waits for the GPU meanwhile, and what is found is what a wait would have found."""
+    weights, args = on_gpu(random_weights(ARCH)), arguments()
+    unet, count = routed(weights, pool), 3 * WINDOW
+    for _ in range(3):
+        unet(*args)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        unet(*args)
+    end.record()
+    torch.cuda.synchronize()
+    unet(*args)
+    call = unet.describe(args[0], args[2], False)
+    found = pool.pace.milliseconds(kind_of(call), "shared")
+    assert 0.5 < found / (start.elapsed_time(end) / count) < 2
 
 
 def test_an_instant_engine_replays_the_torch_unet(tmp_path):
