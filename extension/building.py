@@ -15,6 +15,7 @@ from .files import (
     TEMPORARY_SUFFIX,
     check_free_space,
     ensure_folder,
+    free_disk,
     sweep,
     temporary_folder,
     write_failure,
@@ -32,7 +33,8 @@ from .worker_tasks import SAFETENSORS
 WORK_PREFIX, PAIR_PREFIX = ".build-", ".pair-"
 SHARED_SPACE = 200_000_000
 DISK_FLOOR = 1_000_000_000
-WORKER_RAM, RAM_FLOOR = 2_000_000_000, 1_000_000_000
+WORKER_RAM = 1_100_000_000  # measured at its peak: SDXL, batch 2; SD1.5 takes half
+RAM_FLOOR = 500_000_000
 BAKED_SPACE_FACTOR = 2.2  # the linked or copied weights, and the engine
 
 
@@ -149,9 +151,8 @@ def _remove_stale(library: Library, stem: str) -> None:
 
 def shortage(folder: Path) -> str:
     """What is too short for a build that nobody asked for; empty where nothing is."""
-    ensure_folder(folder)
-    disk, memory = shutil.disk_usage(folder).free, free_ram()
-    if disk < SHARED_SPACE + DISK_FLOOR:
+    disk, memory = free_disk(folder), free_ram()
+    if disk is not None and disk < SHARED_SPACE + DISK_FLOOR:
         return f"'{folder}' has only {disk / 1e9:.2f} GB free"
     if memory is not None and memory < WORKER_RAM + RAM_FLOOR:
         return f"only {memory / 1e9:.1f} GB of memory are free"

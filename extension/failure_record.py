@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .errors import LibraryError, OutputError
 from .files import atomic_write
-from .library import Machine
 from .log import logger
 from .manifest import read_json
+
+if TYPE_CHECKING:
+    from .library import Machine
 
 FILE_NAME = "failures.json"
 KEPT = 100
@@ -43,7 +45,7 @@ class FailureRecord:
         self._write({**newest, stem: {"text": text, "machine": _facts(machine)}})
 
     def forget(self, stem: str) -> None:
-        """The engine works after all."""
+        """The engine works after all, or is to be tried again."""
         table = dict(self._read())
         if table.pop(stem, None) is not None:
             self._write(table)

@@ -166,6 +166,15 @@ def child_folder(root: Path, name: str) -> Path:
     return folder
 
 
+def free_disk(folder: Path) -> int | None:
+    """Bytes free where ``folder`` is or will be; None where the system does not tell."""
+    there = next((path for path in (folder, *folder.parents) if path.is_dir()), folder)
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return None
+
+
 def check_free_space(folder: Path, needed: int) -> None:
     """Raise OutputError, which names both numbers, unless ``needed`` bytes are free."""
     free = shutil.disk_usage(folder).free

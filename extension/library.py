@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import LibraryError, OutputError
+from .failure_record import FailureRecord
 from .files import (
     atomic_write,
     ensure_folder,
@@ -231,6 +232,8 @@ class Library:
     def remove(self, stem: str) -> int:
         """Delete the engine and its side files, and nothing else; returns the bytes freed.
 
+        If it had failed, that is forgotten: it may be built again.
+
         Raises:
             LibraryError: there is no such engine, or a file of it cannot be deleted.
         """
@@ -239,7 +242,9 @@ class Library:
         present = [path for path in paths if os.path.lexists(path)]
         if not present:
             raise LibraryError(f"There is no engine {stem}.", hint="List the engines first.")
-        return sum(_delete(path) for path in present)
+        freed = sum(_delete(path) for path in present)
+        FailureRecord(self.folder).forget(stem)
+        return freed
 
     def trim(self, budget: int, keep: Collection[str] = ()) -> list[str]:
         """Delete the engines unused for longest until all take at most ``budget`` bytes.

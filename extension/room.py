@@ -202,6 +202,17 @@ class Room:
         if not (self.pool.holds(stem) or stem in self.tiers.failed or stem in self.tiers.wanted):
             self.tiers.want(baked_job(arch, entry, device), asked=False)
 
+    def remove(self, stem: str) -> int:
+        """Delete an engine; if it had failed, it may be built again. Returns the bytes freed.
+
+        Raises:
+            LibraryError: there is no such engine, or a file of it cannot be deleted.
+        """
+        self.pool.remove(stem)
+        freed = self.library.remove(stem)
+        self.tiers.failed.pop(stem, None)
+        return freed
+
     def install(self) -> None:
         """Fill the private folder in the background; ``installing`` tells how it goes."""
         folder = packages.root()

@@ -54,9 +54,12 @@ class Wishes(Generic[Job]):
             return self._calls[stem]
 
     def add(self, stem: str, job: Job, *, asked: bool) -> None:
-        """Want an engine, unless it is wanted already."""
+        """Want an engine; once more is no other wish, but a person's comes before the calls'."""
         with self.changed:
             if stem in self:
+                wish = self._waiting.get(stem)
+                if wish is not None:
+                    wish.asked |= asked
                 return
             self._seen[stem] = time.monotonic()
             self._waiting[stem] = Wish(stem, job, asked)

@@ -22,6 +22,7 @@ from extension.library import Library, State
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool
+from extension.room import Room
 from extension.routed import RoutedUNet
 from extension.serving import load_engine
 from extension.tiers import TierManager
@@ -289,6 +290,21 @@ def test_a_miss_after_a_failed_engine_stays_with_the_host(tmp_path):
     assert manager.wait(60)
     assert list(manager.failed) == [manager.key(JOB).stem]
     assert manager.miss(ARCH, call(), policy="wait") is False
+
+
+def test_what_a_person_removes_is_built_again(tmp_path):
+    """At once, and by a later start: the failure goes with the engine."""
+    library, entry = foreign(tmp_path, b"no engine")
+    for room in (Room(library.folder), Room(library.folder)):
+        for _ in range(2):
+            assert room.tiers.miss(ARCH, call(), policy="wait") is False
+        assert entry.stem in room.tiers.failed
+        room.close()
+    room = Room(library.folder)
+    assert room.tiers.miss(ARCH, call(), policy="wait") is False
+    assert room.remove(entry.stem) > 0
+    assert room.tiers.miss(ARCH, call(), policy="wait") is True
+    room.close()
 
 
 # Windows, by simulation

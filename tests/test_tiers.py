@@ -177,13 +177,15 @@ def test_nothing_is_built_by_itself_below_the_floors(manager, monkeypatch, short
 
 
 def test_a_shortage_is_named(tmp_path, monkeypatch):
-    assert shortage(tmp_path) == ""
+    folder = tmp_path / "not" / "made yet"
+    assert shortage(folder) == ""
     monkeypatch.setattr("extension.building.free_ram", lambda: 10**9)
-    assert shortage(tmp_path) == "only 1.0 GB of memory are free"
+    assert shortage(folder) == "only 1.0 GB of memory are free"
     monkeypatch.setattr(
-        "extension.building.shutil.disk_usage", lambda path: SimpleNamespace(free=5 * 10**8)
+        "extension.files.shutil.disk_usage", lambda path: SimpleNamespace(free=5 * 10**8)
     )
-    assert shortage(tmp_path) == f"'{tmp_path}' has only 0.50 GB free"
+    assert shortage(folder) == f"'{folder}' has only 0.50 GB free"
+    assert not folder.exists()
 
 
 def test_an_engine_that_computes_something_else_is_not_offered(manager, monkeypatch):

@@ -53,6 +53,15 @@ def test_what_is_being_made_stays_first_and_is_not_wanted_twice():
     assert queue.stems == ["b"]
 
 
+def test_a_person_may_ask_for_what_calls_have_missed():
+    queue = Wishes()
+    for stem in ("a", "b"):
+        queue.add(stem, stem, asked=False)
+    queue.add("b", "b", asked=True)
+    queue.add("b", "b", asked=False)
+    assert drained(queue) == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     ("asked", "again", "kept"), [(False, False, []), (True, False, ["a"]), (False, True, ["a"])]
 )

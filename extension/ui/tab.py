@@ -339,8 +339,7 @@ class Tab:
         """Delete the chosen engine."""
 
         def work() -> str:
-            self.host.room().pool.remove(stem or "")
-            freed = self.host.room().library.remove(stem or "")
+            freed = self.host.room().remove(stem or "")
             return f"Deleted {stem}: {freed / 1e6:.1f} MB are free again."
 
         return self._answer(work, stem)

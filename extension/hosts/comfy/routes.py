@@ -66,8 +66,7 @@ async def remove(request: Any) -> Any:
         from .room import room
 
         check_stem(stem)
-        room().pool.remove(stem)
-        return {"freed": room().library.remove(stem)}
+        return {"freed": room().remove(stem)}
 
     try:
         body = json.loads(await request.text())

@@ -42,8 +42,7 @@ def remove(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise LibraryError("The request names no engine.")
     stem = check_stem(body.get("id", ""))
-    room().pool.remove(stem)
-    return {"freed": room().library.remove(stem)}
+    return {"freed": room().remove(stem)}
 
 
 def doctor(body: Any) -> dict[str, Any]:
