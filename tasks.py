@@ -94,7 +94,7 @@ def test(arguments):
     # Two workers, whose torch shares the cores: a host under test takes up to 6 GB of memory.
     threads = str(max(1, (os.cpu_count() or 2) // 2))
     shared = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    run(python(), "-m", "pytest", "-n", "2", "--dist", "loadgroup", env=shared)
+    run(python(), "-m", "pytest", "-n", "2", "--dist", "loadscope", env=shared)
 
 
 def bench(arguments):

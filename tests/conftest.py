@@ -1,11 +1,25 @@
 """Which tests stay together when several workers share them."""
 
+import re
+
 import pytest
 
+from tests.support_hosts import HOSTS
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """One worker takes all tests of a module, or of a module and a host: they share its server."""
-    for item in items:
-        host = item.callspec.params.get("host") if hasattr(item, "callspec") else None
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {host or ''}".strip()))
+
+def group_of(nodeid):
+    """Tests of a module, or of a module and a host, share a server: one worker takes them all."""
+    module, _, test = nodeid.partition("::")
+    hosts = [word for word in re.split(r"\W", test) if word in HOSTS]
+    return " ".join([module, *hosts[:1]])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid)
+
+    return ByServer(config, log)
