@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from .key import EngineKey
 from .log import logger
 from .pool import EnginePool
 from .router import INSTANT, Call, Host, Plan, Reason
@@ -18,6 +19,11 @@ NOT_MEASURED = (Reason.FEATURE, Reason.INPUTS, Reason.ENGINE_FAILED, Reason.NOT_
 def kind_of(call: Call) -> Hashable:
     """Calls of one kind take the same time."""
     return call.architecture, call.shape, call.dtype, call.device
+
+
+def kind_of_engine(key: EngineKey, device: str) -> Hashable:
+    """The calls that an engine serves as they are."""
+    return key.architecture, key.shape, key.io_dtype, device
 
 
 def server_of(answer: Plan | Host) -> str:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .errors import LibraryError, OutputError
+from .errors import (
+    BuildError,
+    EngineError,
+    EngineRoomError,
+    LibraryError,
+    OutputError,
+    ParityError,
+    WorkerError,
+)
 from .files import atomic_write
 from .log import logger
 from .manifest import read_json
@@ -63,6 +71,12 @@ class FailureRecord:
             atomic_write(self.path, json.dumps({"format": 1, "failures": table}, indent=1).encode())
         except OutputError as error:
             logger.debug("The failures were not saved: %s", error)
+
+
+def lasts(error: EngineRoomError) -> bool:
+    """Whether the engine would fail in the same way again: a worker may have died of anything."""
+    lasting = isinstance(error, BuildError | EngineError | ParityError)
+    return lasting and not isinstance(error, WorkerError)
 
 
 def _facts(machine: Machine) -> dict[str, str]:

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from .contest import HOST, kind_of
+from .contest import HOST, kind_of_engine
 from .key import EngineKey
 from .library import Library
 from .machine import machine_of
 from .pool import EnginePool
-from .router import Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,7 @@ def recorded(state: Mapping[str, Any], gpu: str) -> Speed | None:
 
 def in_service(pool: EnginePool, key: EngineKey, device: str) -> Speed | None:
     """As pictures were made in this process; None where host or engine made too few."""
-    shape, dtype = key.shape, key.io_dtype
-    kind = kind_of(Call(architecture=key.architecture, shape=shape, dtype=dtype, device=device))
+    kind = kind_of_engine(key, device)
     host, engine = (pool.pace.milliseconds(kind, server) for server in (HOST, key.weights))
     if host is None or engine is None:
         return None

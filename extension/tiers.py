@@ -19,19 +19,10 @@ from .architecture import Architecture
 from .binding import TORCH_DTYPES
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
-from .contest import kind_of
+from .contest import kind_of_engine
 from .engine.interface import check_choice
-from .errors import (
-    BuildError,
-    CancelledError,
-    EngineError,
-    EngineRoomError,
-    LibraryError,
-    ParityError,
-    SettingError,
-    WorkerError,
-)
-from .failure_record import FailureRecord
+from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
+from .failure_record import FailureRecord, lasts
 from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library, State
@@ -281,10 +272,8 @@ class TierManager:
 
     def _drop_instant(self, key: EngineKey, device: str) -> None:
         """Free its memory, unless its steps were measured: then the faster of both serves."""
-        dtype = key.io_dtype
-        call = Call(architecture=key.architecture, shape=key.shape, dtype=dtype, device=device)
-        if self.pool.pace.milliseconds(kind_of(call), INSTANT) is None:
-            self.instant.drop(stem_of(key.architecture, key.shape, dtype, device))
+        if self.pool.pace.milliseconds(kind_of_engine(key, device), INSTANT) is None:
+            self.instant.drop(stem_of(key.architecture, key.shape, key.io_dtype, device))
 
     def _trim(self, newest: str) -> None:
         """Keep the disk budget; engines that are loaded or wanted stay."""
@@ -389,10 +378,3 @@ def target_of(call: Call) -> Target:
     if call.dtype not in TORCH_DTYPES:
         raise SettingError(f"The host computes in {call.dtype}, which no engine does.")
     return Target(device=call.device, dtype=call.dtype)
-
-
-def lasts(error: EngineRoomError) -> bool:
-    """Whether the engine would fail in the same way again: a worker may have died of anything."""
-    return isinstance(error, BuildError | EngineError | ParityError) and not isinstance(
-        error, WorkerError
-    )
