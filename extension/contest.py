@@ -34,7 +34,7 @@ def server_of(answer: Plan | Host) -> str:
 
 
 def choose(pool: EnginePool, call: Call, built: Plan | Host, instant: Plan | Host) -> Plan | Host:
-    """A built engine or an instant one: the faster, once both are measured; else the built one.
+    """A built engine or an instant one: first the one, then the other, then the faster.
 
     An instant engine that has lost is released.
     """
@@ -42,9 +42,9 @@ def choose(pool: EnginePool, call: Call, built: Plan | Host, instant: Plan | Hos
         return instant if isinstance(instant, Plan) else built
     kind = kind_of(call)
     theirs, ours = (pool.pace.milliseconds(kind, name) for name in (INSTANT, built.weights))
-    if theirs is None or ours is None:
+    if ours is None:
         return built
-    if theirs * CLEARLY < ours:
+    if theirs is None or theirs * CLEARLY < ours:
         return instant
     for part in instant.parts:
         pool.remove(part.stem)
