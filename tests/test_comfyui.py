@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import time
 import urllib.error
@@ -33,6 +34,7 @@ def server(tmp_path_factory):
     server.start()
     yield server
     server.stop()
+    shutil.rmtree(server.base)
 
 
 def loader(folder, name):

@@ -45,6 +45,7 @@ def host(request, tmp_path_factory, narrow_sdxl):
     server.start()
     yield server
     server.stop()
+    shutil.rmtree(server.base)  # gigabytes of checkpoints
 
 
 LONG = "a lighthouse, " + "very " * 90 + "tall"
