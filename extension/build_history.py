@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import LibraryError, OutputError
-from .files import atomic_write
-from .log import logger
-from .manifest import read_json
+from .side_table import SideTable
 
 FILE_NAME = "build-history.json"
 KEPT = 5
@@ -34,7 +30,7 @@ class BuildHistory:
     """Past build times by job class, in one small file of the library folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE_NAME
+        self._table = SideTable(folder / FILE_NAME, "seconds")
 
     def expect(self, backend: str, weights: str, parameters: int, capabilities: int) -> float:
         """Seconds a build will take: the median of the last ones, else a default."""
@@ -51,21 +47,11 @@ class BuildHistory:
         table = {key: list(values) for key, values in self._read().items()}
         name = job_class(backend, weights, parameters, capabilities)
         table[name] = [*table.get(name, []), round(seconds, 2)][-KEPT:]
-        try:
-            atomic_write(self.path, json.dumps({"format": 1, "seconds": table}).encode())
-        except OutputError as error:
-            logger.debug("The build history was not saved: %s", error)
+        self._table.write(table)
 
     def _read(self) -> Mapping[str, list[float]]:
-        try:
-            table = read_json(self.path)
-        except LibraryError:
-            return {}
-        seconds = table.get("seconds") if isinstance(table, dict) else None
-        if not isinstance(seconds, dict):
-            return {}
         return {
             name: [float(v) for v in values if isinstance(v, int | float) and 0 < v < 1e6]
-            for name, values in seconds.items()
+            for name, values in self._table.read().items()
             if isinstance(values, list)
         }

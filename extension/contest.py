@@ -60,26 +60,27 @@ def against_host(pool: EnginePool, call: Call, plan: Plan) -> Plan | Host:
     ours, host = pace.milliseconds(kind, plan.weights), pace.milliseconds(kind, HOST)
     if ours is None:
         return plan
-    if kind in pace.trials:
-        if host is None:
-            return Host(reason=Reason.SLOWER, text="the engine seems slow; the host is timed")
-        pace.trials.discard(kind)
-        return _judge(pool, kind, plan, ours, host)
-    best = pace.best(kind, plan.weights)
-    slow = host is not None and ours > SLOWER * host
-    if slow or (best is not None and ours > SUSPICIOUS * best):
+    if kind not in pace.trials:
+        best = pace.best(kind, plan.weights) or ours
+        if ours <= SUSPICIOUS * best and (host is None or ours <= SLOWER * host):
+            return plan
         pace.forget(kind, HOST)
         pace.trials.add(kind)
+        host = None
+    if host is None:
         return Host(reason=Reason.SLOWER, text="the engine seems slow; the host is timed")
-    return plan
-
-
-def _judge(pool: EnginePool, kind: Hashable, plan: Plan, ours: float, host: float) -> Plan | Host:
+    pace.trials.discard(kind)
     if ours <= SLOWER * host:
-        pool.pace.forget(kind, plan.weights)
+        pace.forget(kind, plan.weights)
         return plan
     text = f"slower than the host ({ours:.0f} ms a step instead of {host:.0f})"
-    for part in plan.parts:
-        if pool.set_aside(part.stem, text):
-            logger.warning("Engine %s is set aside: %s. The host serves.", part.stem, text)
-    return Host(reason=Reason.SLOWER, text=text)
+    return set_aside(pool, plan, Reason.SLOWER, text)
+
+
+def set_aside(pool: EnginePool, plan: Plan, reason: Reason, text: str) -> Host:
+    """Keep the engines of a plan out of service, which is logged once; the host serves."""
+    names = ", ".join(sorted({part.stem for part in plan.parts}))
+    fallen = [part for part in plan.parts if pool.set_aside(part.stem, text)]
+    if fallen:
+        logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
+    return Host(reason=reason, text=f"engine {names}: {text}")

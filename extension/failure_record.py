@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import (
-    BuildError,
-    EngineError,
-    EngineRoomError,
-    LibraryError,
-    OutputError,
-    ParityError,
-    WorkerError,
-)
-from .files import atomic_write
-from .log import logger
-from .manifest import read_json
+from .errors import BuildError, EngineError, EngineRoomError, ParityError, WorkerError
+from .side_table import SideTable
 
 if TYPE_CHECKING:
     from .library import Machine
@@ -32,15 +20,15 @@ class FailureRecord:
     """Why engines failed, by stem, in one small file of the library folder.
 
     A stem names the backend's version; a failure also ends with this extension's version, the GPU
-    or its driver. A file that is damaged or cannot be written is no error: engines are tried again.
+    or its driver.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE_NAME
+        self._table = SideTable(folder / FILE_NAME, "failures")
 
     def recall(self, stem: str, machine: Machine) -> str:
         """Why the engine failed before; empty where it did not, or where it may work now."""
-        found = self._read().get(stem)
+        found = self._table.read().get(stem)
         if not isinstance(found, dict) or found.get("machine") != _facts(machine):
             return ""
         text = found.get("text")
@@ -48,29 +36,15 @@ class FailureRecord:
 
     def keep(self, stem: str, text: str, machine: Machine) -> None:
         """Remember a failure."""
-        others = {name: found for name, found in self._read().items() if name != stem}
+        others = {name: found for name, found in self._table.read().items() if name != stem}
         newest = dict(list(others.items())[1 - KEPT :])
-        self._write({**newest, stem: {"text": text, "machine": _facts(machine)}})
+        self._table.write({**newest, stem: {"text": text, "machine": _facts(machine)}})
 
     def forget(self, stem: str) -> None:
         """The engine works after all, or is to be tried again."""
-        table = dict(self._read())
+        table = self._table.read()
         if table.pop(stem, None) is not None:
-            self._write(table)
-
-    def _read(self) -> Mapping[str, Any]:
-        try:
-            table = read_json(self.path)
-        except LibraryError:
-            return {}
-        failures = table.get("failures") if isinstance(table, dict) else None
-        return failures if isinstance(failures, dict) else {}
-
-    def _write(self, table: Mapping[str, Any]) -> None:
-        try:
-            atomic_write(self.path, json.dumps({"format": 1, "failures": table}, indent=1).encode())
-        except OutputError as error:
-            logger.debug("The failures were not saved: %s", error)
+            self._table.write(table)
 
 
 def lasts(error: EngineRoomError) -> bool:

@@ -7,7 +7,6 @@ waiting for it: what the host launches slowly counts, what it only queues does n
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Hashable
 from statistics import median
@@ -83,8 +82,6 @@ class Pace:
 
 def mark(device: torch.device) -> Any:
     """A moment on the device's clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -92,8 +89,4 @@ def mark(device: torch.device) -> Any:
 
 def between(start: Any, end: Any) -> float | None:
     """Milliseconds; None where the device has not reached ``end`` yet."""
-    if isinstance(end, float):
-        return float(end - start) * 1e3
-    if not end.query():
-        return None
-    return float(start.elapsed_time(end))
+    return float(start.elapsed_time(end)) if end.query() else None

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .binding import BindingReport
-from .contest import against_host, choose, kind_of, server_of
+from .contest import against_host, choose, kind_of, server_of, set_aside
 from .dispatch import engine_inputs, serve
 from .engine.interface import Engine
 from .errors import EngineRoomError
-from .log import logger
 from .pool import EnginePool
 from .router import INSTANT, Call, Candidate, Counters, Host, Plan, Reason, route
 from .shapes import Shape
@@ -176,7 +175,7 @@ class RoutedUNet:
         except NotFiniteError:
             for plan in watch.plans:
                 self.counters.take_back(plan)
-                self._set_aside(plan, Reason.NOT_FINITE, NOT_FINITE)
+                set_aside(self.pool, plan, Reason.NOT_FINITE, NOT_FINITE)
         finally:
             self._watch = outer
         return job()
@@ -223,19 +222,12 @@ class RoutedUNet:
             if self._watch is not None:
                 self._watch.note(plan, out)
             elif not is_finite(out):
-                return self._set_aside(plan, Reason.NOT_FINITE, NOT_FINITE), None
+                return set_aside(self.pool, plan, Reason.NOT_FINITE, NOT_FINITE), None
         except EngineRoomError as error:
-            return self._set_aside(plan, Reason.ENGINE_FAILED, error.message), None
+            return set_aside(self.pool, plan, Reason.ENGINE_FAILED, error.message), None
         except torch.cuda.OutOfMemoryError as error:
-            return self._set_aside(plan, Reason.MEMORY, str(error).split(".")[0]), None
+            return set_aside(self.pool, plan, Reason.MEMORY, str(error).split(".")[0]), None
         return plan, out
-
-    def _set_aside(self, plan: Plan, reason: Reason, text: str) -> Host:
-        names = ", ".join(sorted({part.stem for part in plan.parts}))
-        fallen = [part for part in plan.parts if self.pool.set_aside(part.stem, text)]
-        if fallen:
-            logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
-        return Host(reason=reason, text=f"engine {names}: {text}")
 
     def close(self) -> None:
         """Release every engine of the pool."""

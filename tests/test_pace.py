@@ -22,6 +22,19 @@ SHAPE = Shape(batch=2, height=8, width=8)
 CPU = torch.device("cpu")
 
 
+class Mark:
+    """A moment, which a device has reached once it is in ``reached`` (None: at once)."""
+
+    def __init__(self, at, reached=None):
+        self.at, self.reached = at, reached
+
+    def query(self):
+        return self.reached is None or self.at in self.reached
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
+
+
 class Timed(TorchGraphEngine):
     """An engine whose calls take a given time."""
 
@@ -50,7 +63,7 @@ class Scene:
         self.call = self.unet.describe(self.args[0], self.args[2], False)
 
     def spend(self, name):
-        self.now += self.costs[name] / 1e3
+        self.now += self.costs[name]
         self.log.append(name)
 
     def host(self, *args):
@@ -87,7 +100,7 @@ def scene(monkeypatch):
     def make(**costs):
         scenes.append(Scene(**costs))
         monkeypatch.setattr(pace, "TIMED", ("cpu",))
-        monkeypatch.setattr(pace, "mark", lambda device: scenes[0].now)
+        monkeypatch.setattr(pace, "mark", lambda device: Mark(scenes[0].now))
         return scenes[0]
 
     yield make
@@ -98,7 +111,7 @@ def test_the_median_of_the_last_steps(scene):
     made = scene(host=30)
     made.steps(5)
     assert made.milliseconds("host") is None  # four steps have an end
-    made.now += 60  # between two jobs
+    made.now += 60_000  # between two jobs
     made.steps(2)
     assert made.milliseconds("host") == pytest.approx(30)
     made.costs["host"] = 50
@@ -195,20 +208,9 @@ def test_memory_that_spills_is_noticed_without_an_old_time_of_the_host(scene):
 
 def test_marks_that_the_device_has_not_reached_wait(monkeypatch):
     reached = []
-
-    class Mark:
-        def __init__(self, at):
-            self.at = at
-
-        def query(self):
-            return self.at in reached
-
-        def elapsed_time(self, end):
-            return float(end.at - self.at)
-
     made, times = pace.Pace(), iter(range(0, 1000, 10))
     monkeypatch.setattr(pace, "TIMED", ("cpu",))
-    monkeypatch.setattr(pace, "mark", lambda device: Mark(next(times)))
+    monkeypatch.setattr(pace, "mark", lambda device: Mark(next(times), reached))
     for _ in range(8):
         made.step("kind", "shared", CPU)
     assert made.milliseconds("kind", "shared") is None
