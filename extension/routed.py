@@ -187,12 +187,14 @@ class RoutedUNet:
     def _route(self, call: Call) -> Plan | Host:
         """An engine that was built or an instant one, or the host."""
         built = replace(call, modes=tuple(mode for mode in call.modes if mode != INSTANT))
-        answer = route(built, self.pool.candidates())
+        candidates = self.pool.candidates()
+        answer = route(built, candidates)
         missing = isinstance(answer, Host) and answer.reason in MISSING
         if isinstance(answer, Host) and missing and self._on_miss(call, answer):
             answer = route(built, self.pool.candidates())
         if INSTANT in call.modes:
-            instant = route(replace(call, modes=(INSTANT,)), self.pool.candidates())
+            # One that the miss has made meanwhile serves from the next call on.
+            instant = route(replace(call, modes=(INSTANT,)), candidates)
             answer = choose(self.pool, call, answer, instant)
         return against_host(self.pool, call, answer) if isinstance(answer, Plan) else answer
 
