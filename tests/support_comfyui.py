@@ -224,6 +224,15 @@ class ComfyServer:
         assert code == 200, json.dumps(answer)[:2000]
         return answer["prompt_id"]
 
+    def queue_and_start(self, graph, timeout=60):
+        """Queue a workflow and wait until it runs; its prompt id."""
+        prompt = self.queue(graph)
+        deadline = time.monotonic() + timeout
+        while not any(prompt in entry for entry in self.get("/queue")["queue_running"]):
+            assert time.monotonic() < deadline, "the prompt did not start"
+            time.sleep(0.02)
+        return prompt
+
     def finish(self, prompt, timeout=300):
         """Wait for a prompt; its history entry."""
         deadline = time.monotonic() + timeout

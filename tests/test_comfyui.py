@@ -357,11 +357,9 @@ def test_the_pack_loads_in_no_time(server):
 
 def interrupted(server, **options):
     """A workflow that waits for a build, interrupted in it."""
-    prompt = server.queue(graph(server.base / "never.safetensors", policy=WAIT, **options))
-    deadline = time.monotonic() + 60
-    while not server.get("/queue")["queue_running"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    prompt = server.queue_and_start(
+        graph(server.base / "never.safetensors", policy=WAIT, **options)
+    )
     time.sleep(1.5)
     server.post("/interrupt", {})
     return server.finish(prompt)
@@ -378,7 +376,9 @@ def test_interrupt_ends_a_build_that_is_waited_for(server):
 
 
 def test_a_cleared_queue_runs_nothing(server):
-    first = server.queue(graph(server.base / "one.safetensors", policy=WAIT, seed=60, steps=9))
+    first = server.queue_and_start(
+        graph(server.base / "one.safetensors", policy=WAIT, seed=60, steps=90)
+    )
     second = server.queue(graph(server.base / "two.safetensors", policy=WAIT, seed=61))
     server.post("/queue", {"clear": True})
     assert server.finish(first)["status"]["status_str"] == "success"

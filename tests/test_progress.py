@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extension.build_history import DEFAULTS, BuildHistory
+from extension.build_history import DEFAULTS, FILE_NAME, BuildHistory
 from extension.errors import CancelledError
 from extension.progress import ALMOST, CancelToken, Phase, Timeline
 
@@ -136,7 +136,7 @@ def test_history_learns_this_machines_times(tmp_path):
 )
 def test_a_damaged_history_is_no_history(tmp_path, data):
     history = BuildHistory(tmp_path)
-    history.path.write_bytes(data)
+    (tmp_path / FILE_NAME).write_bytes(data)
     assert history.expect("onnxruntime", "shared", 10, 1) > 0
     history.record("onnxruntime", "shared", 10, 1, 4.0)
     assert history.expect("onnxruntime", "shared", 10, 1) == 4.0
