@@ -108,8 +108,9 @@ def instant(host: Host, model: Any, latent: Any, size: int, steps: int) -> dict[
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str | None) -> argparse.Namespace:
+    """Of the command line; the folder for engines is made."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--lora", type=Path, required=True)
     parser.add_argument("--models", type=Path, default=Path("build/comfyui-models"))
@@ -120,6 +121,11 @@ def main() -> None:
     parser.add_argument("--name", default="", help="of the result file, before the size")
     args = parser.parse_args()
     args.models.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main() -> None:
+    args = arguments(__doc__)
     host = Host(args.models.resolve(), args.checkpoint, args.lora)
     out = run(host, args)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -130,20 +136,14 @@ def main() -> None:
     room().close()
 
 
-def run(host: Host, args: argparse.Namespace) -> dict[str, Any]:
+def facts(host: Host, size: int, steps: int) -> dict[str, Any]:
+    """When, where and what is measured."""
     from comfyui_version import __version__
 
-    from extension.hosts.comfy.jobs import build
-    from extension.hosts.comfy.room import room
-    from extension.hosts.comfy.routing import route
     from extension.machine import machine_of
-    from extension.parity import relative_l2
-    from extension.picture import psnr
-    from extension.shapes import Shape
 
-    size, steps = args.size, args.steps
     machine = machine_of(str(host.device) if host.device.type == "cpu" else "cuda:0")
-    out: dict[str, Any] = {
+    return {
         "date": date.today().isoformat(),
         "host": f"ComfyUI {__version__}",
         "gpu": machine.gpu,
@@ -151,6 +151,18 @@ def run(host: Host, args: argparse.Namespace) -> dict[str, Any]:
         "backends": dict(machine.backends),
         "case": f"{size}x{size}, {steps} steps of Euler, guidance 7, text and VAE included",
     }
+
+
+def run(host: Host, args: argparse.Namespace) -> dict[str, Any]:
+    from extension.hosts.comfy.jobs import build
+    from extension.hosts.comfy.room import room
+    from extension.hosts.comfy.routing import route
+    from extension.parity import relative_l2
+    from extension.picture import psnr
+    from extension.shapes import Shape
+
+    size, steps = args.size, args.steps
+    out = facts(host, size, steps)
     latent, picture, out["first_picture_of_the_host_seconds"] = host.draw(host.model, size, steps)
     shape = Shape(batch=2, height=size // 8, width=size // 8)
     started = time.perf_counter()

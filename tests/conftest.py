@@ -18,6 +18,9 @@ def group_of(nodeid):
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
+    if config.getoption("dist") != "loadscope":
+        return None
+
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return group_of(nodeid)
