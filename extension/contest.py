@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from .key import EngineKey
 from .log import logger
+from .pace import measured
 from .pool import EnginePool
 from .router import INSTANT, Call, Host, Plan, Reason
 
@@ -13,6 +14,7 @@ HOST = "host"
 CLEARLY = 1.03  # less is noise
 SLOWER = 1.05  # than the host: neither GPU memory that spills nor a driver's fault is so little
 SUSPICIOUS = 2.5  # times its own best step
+PATIENCE = 12  # calls, until the host's time is known
 NOT_MEASURED = (Reason.FEATURE, Reason.INPUTS, Reason.ENGINE_FAILED, Reason.NOT_FINITE)
 
 
@@ -33,6 +35,17 @@ def server_of(answer: Plan | Host) -> str:
     return "" if answer.reason in NOT_MEASURED else HOST
 
 
+def host_is_timed(pool: EnginePool, call: Call) -> bool:
+    """Whether an engine may be made now: first the host is timed, undisturbed.
+
+    True also where that takes too long: a sampler whose calls change in size has no steps.
+    """
+    kind, pace = kind_of(call), pool.pace
+    if not measured(call.device) or pace.calls[kind] >= PATIENCE:
+        return True
+    return pace.milliseconds(kind, HOST) is not None
+
+
 def choose(pool: EnginePool, call: Call, built: Plan | Host, instant: Plan | Host) -> Plan | Host:
     """A built engine or an instant one: first the one, then the other, then the faster.
 
@@ -42,7 +55,7 @@ def choose(pool: EnginePool, call: Call, built: Plan | Host, instant: Plan | Hos
         return instant if isinstance(instant, Plan) else built
     kind = kind_of(call)
     theirs, ours = (pool.pace.milliseconds(kind, name) for name in (INSTANT, built.weights))
-    if ours is None:
+    if ours is None or (theirs is None and pool.pace.is_disturbed):
         return built
     if theirs is None or theirs * CLEARLY < ours:
         return instant
@@ -58,7 +71,7 @@ def against_host(pool: EnginePool, call: Call, plan: Plan) -> Plan | Host:
     """
     kind, pace = kind_of(call), pool.pace
     ours, host = pace.milliseconds(kind, plan.weights), pace.milliseconds(kind, HOST)
-    if ours is None:
+    if ours is None or pace.is_disturbed:
         return plan
     if kind not in pace.trials:
         best = pace.best(kind, plan.weights) or ours

@@ -68,7 +68,8 @@ class InstantTier:
 
     def _make(self, stem: str, arch: Architecture, call: Call) -> None:
         try:
-            self.provide(stem, arch, call)
+            with self.pool.pace.disturbed():
+                self.provide(stem, arch, call)
         except (EngineRoomError, torch.cuda.OutOfMemoryError) as error:
             self.failed[stem] = str(error).split("\n", 1)[0]
             logger.info("%s is not used: %s", stem, self.failed[stem])

@@ -1,14 +1,16 @@
 """How long a step of a sampler takes, by who serves its UNet call; measured as pictures are made.
 
 A step lasts from one UNet call to the next of the same kind, on the GPU's own clock and without
-waiting for it: what the host launches slowly counts, what it only queues does not.
+waiting for it: what the host launches slowly counts, what it only queues does not. Nothing counts
+while an engine is made beside it, which slows whoever serves.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Hashable
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -27,10 +29,13 @@ class Pace:
 
     Attributes:
         trials: kinds of calls whose host is being timed again.
+        calls: how many there were on devices that are measured, by kind.
     """
 
     def __init__(self) -> None:
         self.trials: set[Hashable] = set()
+        self.calls: Counter[Hashable] = Counter()
+        self._disturbed = 0
         self._last: tuple[Hashable, str, Any] | None = None
         self._open: deque[tuple[Hashable, str, Any, Any]] = deque(maxlen=LATER)
         self._steps: dict[tuple[Hashable, str], deque[float]] = {}
@@ -39,7 +44,10 @@ class Pace:
 
     def step(self, kind: Hashable, server: str, device: torch.device) -> None:
         """A call of this kind is about to be served by ``server``."""
-        if device.type not in TIMED:
+        if not measured(device):
+            return
+        self.calls[kind] += 1
+        if self._disturbed:
             return
         now = mark(device)
         with self._lock:
@@ -51,6 +59,23 @@ class Pace:
     def rest(self) -> None:
         """What follows is not to be measured."""
         self._last = None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether an engine is being made."""
+        return self._disturbed > 0
+
+    @contextmanager
+    def disturbed(self) -> Iterator[None]:
+        """Steps are not measured meanwhile."""
+        with self._lock:
+            self._disturbed += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._disturbed -= 1
+                self._last = None
 
     def milliseconds(self, kind: Hashable, server: str) -> float | None:
         """The median of the last steps; None while they are too few."""
@@ -78,6 +103,11 @@ class Pace:
             now = self.milliseconds(kind, server)
             if now is not None:
                 self._best[name] = min(now, self._best.get(name, now))
+
+
+def measured(device: torch.device | str) -> bool:
+    """Whether steps on ``device`` are measured."""
+    return torch.device(device).type in TIMED
 
 
 def mark(device: torch.device) -> Any:

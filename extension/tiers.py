@@ -19,7 +19,7 @@ from .architecture import Architecture
 from .binding import TORCH_DTYPES
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
-from .contest import kind_of_engine
+from .contest import HOST, host_is_timed, kind_of_engine
 from .engine.interface import check_choice
 from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
 from .failure_record import FailureRecord, lasts
@@ -139,7 +139,8 @@ class TierManager:
             Whether an engine was loaded meanwhile, so that routing is worth another try.
         """
         policy = policy or self.settings.policy
-        if self.settings.instant and policy != "wait" and INSTANT in call.modes:
+        timed = host_is_timed(self.pool, call)
+        if timed and self.settings.instant and policy != "wait" and INSTANT in call.modes:
             self.instant.miss(arch, call)
         found = self._job_of(arch, call) if "shared" in call.modes else None
         if found is None:
@@ -152,7 +153,7 @@ class TierManager:
         if policy == "wait":
             return self.provide(job, on_progress=on_progress, cancel=cancel)
         present = self.library.find(key, job.target.machine) is not None
-        enough = policy != "never" and calls >= self.settings.after_calls
+        enough = timed and policy != "never" and calls >= self.settings.after_calls
         if present or (enough and self._has_room()):
             self.want(job, asked=False)
         return False
@@ -242,7 +243,7 @@ class TierManager:
             on_progress(progress)
             tell("building", progress=progress)
 
-        with self._working:
+        with self._working, self.pool.pace.disturbed():
             if self.pool.holds(key.stem):
                 return True
             try:
@@ -271,8 +272,8 @@ class TierManager:
         return True
 
     def _drop_instant(self, key: EngineKey, device: str) -> None:
-        """Free its memory, unless its steps were measured: then the faster of both serves."""
-        if self.pool.pace.milliseconds(kind_of_engine(key, device), INSTANT) is None:
+        """Free its memory, unless such steps can be measured: then the faster of both serves."""
+        if self.pool.pace.milliseconds(kind_of_engine(key, device), HOST) is None:
             self.instant.drop(stem_of(key.architecture, key.shape, key.io_dtype, device))
 
     def _trim(self, newest: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -50,6 +51,7 @@ SHAPE = Shape(batch=2, height=32, width=32)
 WIDE = Shape(batch=2, height=48, width=64)
 # fp16 rounding through strong weights; the parity gate compares with torch's own rounding.
 TOLERANCE = 2e-2
+CYCLES = int(os.environ.get("ENGINE_ROOM_CYCLES", "24"))
 
 
 @pytest.fixture(scope="module")
@@ -401,9 +403,10 @@ def test_tiers_build_verify_and_serve(tmp_path, target):
     manager.pool.close()
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="others use this GPU's memory")
 def test_load_and_release_leave_nothing(library, entries, target):
     used = []
-    for count in range(24):
+    for count in range(CYCLES):
         engine = load_engine(library, entries[SHAPE], target)
         engine.close()
         if count >= 3:
@@ -411,7 +414,7 @@ def test_load_and_release_leave_nothing(library, entries, target):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             used.append(total - free)
-    # A leak of one small engine's context would be 21 times some MB.
+    # A leak of one small engine's context would be as many times some MB.
     assert used[-1] - used[0] <= 8 << 20, used
 
 

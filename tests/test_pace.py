@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from extension import pace
-from extension.contest import kind_of
+from extension.contest import PATIENCE, host_is_timed, kind_of
 from extension.engine.torch_graph import TorchGraphEngine
 from extension.ops_torch import TorchUNet
+from extension.pace import LEAST
 from extension.pool import EnginePool
 from extension.routed import RoutedUNet
 from extension.router import INSTANT, Candidate, Reason
@@ -221,3 +222,60 @@ def test_marks_that_the_device_has_not_reached_wait(monkeypatch):
     made.step("kind", "shared", CPU)
     made.forget("kind", "shared")
     assert (made.milliseconds("kind", "shared"), made.best("kind", "shared")) == (None, None)
+
+
+def test_what_is_slowed_by_a_build_does_not_count(scene):
+    """An instant engine that was slow beside a build is not beaten by that."""
+    made = scene(host=30, shared=14, instant=12)
+    made.steps(8)
+    made.add(INSTANT)
+    with made.pool.pace.disturbed():
+        made.costs.update(host=45, instant=25)
+        made.steps(20)
+        made.add("shared")
+    made.costs.update(host=30, instant=12)
+    assert set(made.steps(40)[-10:]) == {INSTANT}
+    assert made.milliseconds("host") == pytest.approx(30)
+    assert made.milliseconds(INSTANT) == pytest.approx(12)
+
+
+def test_no_step_reaches_from_before_a_build_to_after_it(scene):
+    made = scene(host=30)
+    made.steps(3)
+    with made.pool.pace.disturbed():
+        made.now += 60_000
+    made.steps(4)
+    assert made.milliseconds("host") == pytest.approx(30)
+
+
+def test_the_host_does_not_serve_a_whole_build_to_be_timed(scene):
+    made = scene(host=30, shared=12)
+    made.add("shared")
+    made.steps(20)
+    made.costs["shared"] = 300
+    made.steps(7)
+    with made.pool.pace.disturbed():
+        assert set(made.steps(50)[2:]) == {"shared"}
+    assert made.steps(60)[-30:] == ["host"] * 30
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_the_host_is_timed_before_an_engine_is_made(scene, alternating):
+    """Unless it cannot be: calls whose size changes each time have no steps."""
+    made, other = scene(host=30), random_inputs(ARCH, Shape(batch=1, height=8, width=8), 1)
+    asked = []
+    made.unet._on_miss = lambda call, answer: asked.append(host_is_timed(made.pool, call))
+    for _ in range(PATIENCE + 2):
+        made.steps(1)
+        if alternating:
+            made.unet(other["x"], other["timesteps"], other["context"])
+    each = asked[::2] if alternating else asked
+    first = each.index(True)
+    assert first == (PATIENCE if alternating else LEAST + 1)
+    assert all(each[first:])
+
+
+def test_a_cpu_has_nothing_to_wait_for(scene, monkeypatch):
+    made = scene(host=30)
+    monkeypatch.undo()
+    assert host_is_timed(made.pool, made.call)

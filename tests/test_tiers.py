@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from extension import pace
 from extension.building import WORK_PREFIX, shortage
+from extension.contest import HOST, kind_of
 from extension.engine.scratch import Scratch
 from extension.errors import (
     BuildError,
@@ -65,6 +67,21 @@ def kinds(manager):
         if not found or found[-1] != event.kind:
             found.append(event.kind)
     return found
+
+
+class Moment:
+    """Of a clock that stands still unless it is moved."""
+
+    now = 0
+
+    def __init__(self):
+        self.at = Moment.now
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return float(end.at - self.at)
 
 
 def test_a_build_after_enough_calls_then_ready(manager):
@@ -228,6 +245,27 @@ def test_cancel_ends_the_build_and_does_not_start_it_again(manager, monkeypatch)
     for _ in range(5):
         manager.miss(ARCH, call())
     assert manager.wanted == []
+
+
+def test_the_host_is_timed_before_engines_are_made(manager, monkeypatch):
+    """And not beside a build, which slows it."""
+    monkeypatch.setattr(pace, "TIMED", ("cpu",))
+    monkeypatch.setattr(pace, "mark", lambda device: Moment())
+    noted, kind, device = manager.pool.pace, kind_of(call()), torch.device("cpu")
+    for _ in range(pace.LEAST + 1):
+        manager.miss(ARCH, call())
+        assert manager.wanted == []
+        noted.step(kind, HOST, device)
+        Moment.now += 30
+    manager.miss(ARCH, call())
+    assert len(manager.wanted) == 1
+    while manager.wanted:
+        Moment.now += 1000
+        noted.step(kind, HOST, device)
+        time.sleep(0.01)
+    assert noted.milliseconds(kind, HOST) == 30
+    assert not noted.is_disturbed
+    assert manager.pool.holds(manager.key(JOB).stem)
 
 
 def test_cancelling_a_build_that_is_waited_for(manager, monkeypatch):
