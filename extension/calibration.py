@@ -17,6 +17,7 @@ from .binding import TORCH_DTYPES
 from .checkpoint import tensor_bytes
 from .dispatch import run_unet
 from .engine.interface import Engine
+from .engine.turns import turns
 from .errors import BadFileError, EngineError
 from .ops_torch import TorchUNet
 from .parity import TIMESTEPS, ParityResult, limit_for, random_inputs, relative_l2
@@ -79,7 +80,8 @@ def check_calibrated(
             name: call[name].to(device=device, dtype=TORCH_DTYPES[spec.dtype])
             for name, spec in engine.inputs.items()
         }
-        worst = max(worst, relative_l2(engine.run(inputs).cpu(), expected))
+        with turns.work():
+            worst = max(worst, relative_l2(engine.run(inputs).cpu(), expected))
         noise = max(noise, float(rounding))
         pause()
     return ParityResult(worst=worst, noise=noise, limit=limit_for(noise))

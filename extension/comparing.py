@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .engine.turns import turns
 from .model import Model
 from .ops_torch import TorchUNet
 from .parity import relative_l2
@@ -36,7 +37,8 @@ class Recorder:
         started = time.perf_counter()
         out = self.unet(*args)
         if self.device != "cpu":
-            torch.cuda.synchronize(self.device)
+            with turns.work():
+                torch.cuda.synchronize(self.device)
         self.seconds.append(time.perf_counter() - started)
         if self.keep:
             self.calls.append((args, out.clone()))

@@ -47,7 +47,7 @@ class InstantTier:
         self.pool = pool
         self.failed: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
-        self._verified: dict[str, int] = {}
+        self._verified: set[str] = set()
         self._making = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,8 +101,8 @@ class InstantTier:
             except BaseException:
                 engine.close()
                 raise
-            self._verified[stem] = engine.activation_bytes
-        self._offer(stem, call, engine)
+            self._verified.add(stem)
+        self._offer(stem, call, engine, needed)
 
     def _verify(self, engine: TorchGraphEngine, arch: Architecture, call: Call) -> ParityResult:
         return check(
@@ -112,7 +112,6 @@ class InstantTier:
             None,
             dtype=call.dtype,
             device=call.device,
-            # The first call runs plainly, the second is captured and replayed.
             timesteps=TIMESTEPS[1:3],
             pause=self._pause,
         )
@@ -121,7 +120,7 @@ class InstantTier:
         if self._stopped.is_set():
             raise InterruptedError
 
-    def _offer(self, stem: str, call: Call, engine: TorchGraphEngine) -> None:
+    def _offer(self, stem: str, call: Call, engine: TorchGraphEngine, nbytes: int) -> None:
         candidate = Candidate(
             stem=stem,
             architecture=call.architecture,
@@ -139,7 +138,7 @@ class InstantTier:
                 candidate,
                 engine,
                 staging_budget=budget,
-                resident_bytes=self._verified[stem],
+                resident_bytes=nbytes,
             )
 
     def drop(self, stem: str) -> None:

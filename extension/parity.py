@@ -18,6 +18,7 @@ from .architecture import Architecture
 from .binding import TORCH_DTYPES, Binding
 from .dispatch import Inputs, run_unet
 from .engine.interface import Engine
+from .engine.turns import turns
 from .errors import ParityError
 from .onnx_graph import graph_inputs
 from .ops_torch import TorchUNet
@@ -152,7 +153,7 @@ def check(
     """
     place = torch.device(device)
     # A host may have switched autocast on for its own calls.
-    with torch.autocast(place.type, enabled=False), torch.no_grad():
+    with turns.work(), torch.autocast(place.type, enabled=False), torch.no_grad():
         compared = _Comparison(engine, arch.for_shape(shape), shape, dtype, place, pause)
         for epoch, source in _sources(engine, arch, weights, dtype, place):
             compared.add(source, epoch, timesteps)

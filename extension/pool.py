@@ -12,7 +12,7 @@ from .engine.interface import Engine
 from .engine.scratch import free_scratch, scratch_bytes
 from .log import logger
 from .pace import Pace
-from .router import Candidate
+from .router import INSTANT, Candidate
 
 
 @dataclass
@@ -24,6 +24,12 @@ class LoadedEngine:
     binding: Binding
     used: int = 0
     resident_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of copies of weights, and of what lies inside the engine."""
+        own = self.engine.activation_bytes if self.candidate.weights == INSTANT else 0
+        return self.binding.staged_bytes + max(self.resident_bytes, own)
 
 
 class EnginePool:
@@ -57,7 +63,7 @@ class EnginePool:
 
         Args:
             staging_budget: bytes of copies of weights allowed; None is no limit.
-            resident_bytes: of weights inside the engine, or of its own activations.
+            resident_bytes: of weights inside the engine, or about of its own activations.
         """
         device = torch.device(candidate.device)
         binding = Binding(engine, device, staging_budget=staging_budget)
@@ -118,8 +124,7 @@ class EnginePool:
     def nbytes(self) -> int:
         """Bytes of weights in engines, of copies, of graphs, and of the scratch all share."""
         with self.lock:
-            weights = sum(e.binding.staged_bytes + e.resident_bytes for e in self._engines.values())
-            return weights + scratch_bytes()
+            return sum(entry.nbytes for entry in self._engines.values()) + scratch_bytes()
 
     def release_weights(self) -> None:
         """Drop every copy of weights and the scratch memory; they come back when needed."""

@@ -16,6 +16,7 @@ from .building import BuildRequest, build_engine
 from .calibration import check_calibrated
 from .engine import get_backend
 from .engine.interface import Engine
+from .engine.turns import turns
 from .errors import EngineError, EngineRoomError, SettingError
 from .jobs import Limits, WorkerSetup, run_job
 from .kernel_cache import KernelCache
@@ -138,7 +139,7 @@ def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
     kernels = KernelCache(library.folder, target.machine.gpu, entry.key.backend_version)
     data = library.read_engine(entry.stem)
     # Hosts switch inference mode on, and buffers made in it could not be written outside.
-    with torch.inference_mode(False):
+    with turns.work(), torch.inference_mode(False):
         engine = backend.load(data, device=target.device, cache=kernels.read())
     kernels.write(engine.kernel_cache())
     return engine

@@ -403,6 +403,22 @@ def test_tiers_build_verify_and_serve(tmp_path, target):
     manager.pool.close()
 
 
+def test_a_host_may_wait_for_the_device_while_engines_are_made(tmp_path, target):
+    """Such a wait fails, in the host's own thread, while any other captures a graph."""
+    manager = TierManager(Library(tmp_path), EnginePool(), TierSettings(after_calls=1))
+    weights, args = on_gpu(random_weights(ARCH)), arguments()
+    unet = routed(weights, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
+    unet.host, unet.modes = TorchUNet(ARCH, weights, torch.float16), ("shared", "instant")
+    expected, after = exact(weights, args), 0
+    while after < 40:
+        assert relative_l2(unet(*args), expected) <= TOLERANCE
+        torch.cuda.synchronize()
+        after += unet.counters.totals[0] > 0 and not manager.wanted
+    assert (manager.failed, manager.instant.failed) == ({}, {})
+    manager.close()
+    manager.pool.close()
+
+
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="others use this GPU's memory")
 def test_load_and_release_leave_nothing(library, entries, target):
     used = []

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .turns import turns
+
 _blocks: dict[torch.device, Scratch] = {}
 _blocks_lock = threading.Lock()
 
@@ -58,7 +60,8 @@ class Scratch:
         """Give the memory back; the next call allocates it again."""
         with self._lock:
             if self._block is not None and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                with turns.work():
+                    torch.cuda.synchronize(self.device)
             self._block = None
 
     @contextmanager

@@ -17,6 +17,7 @@ from ..ops_torch import TorchUNet
 from ..shapes import Shape
 from .cuda_graph import CallGraph
 from .interface import TensorSpec
+from .turns import turns
 
 
 class Borrowed(Mapping[str, Tensor]):
@@ -104,7 +105,7 @@ class TorchGraphEngine:
         with torch.cuda.device(self.device):
             before = torch.cuda.memory_reserved(self.device)
             fresh = not self._graph.captured
-            self._graph.run(self._compute)
+            self._graph.run(self._compute, self._out)
             if fresh and self._graph.captured:
                 grown = torch.cuda.memory_reserved(self.device) - before
                 self.activation_bytes = max(self.activation_bytes, grown)
@@ -122,7 +123,8 @@ class TorchGraphEngine:
     def close(self) -> None:
         """Release the graph, its memory and the weights; may be called twice."""
         if self._graph is not None:
-            torch.cuda.synchronize(self.device)
-            self._graph.invalidate()
+            with turns.work():
+                torch.cuda.synchronize(self.device)
+                self._graph.invalidate()
         self._bound.clear()
         self._buffers.clear()

@@ -15,6 +15,7 @@ from .interface import TensorSpec
 from .scratch import scratch_of
 from .trt_api import CudaEngine, dtype_name
 from .trt_build import last_fault, make_logger
+from .turns import turns
 
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 ALIGNMENT = 256
@@ -131,7 +132,7 @@ class TensorRTEngine:
             if self._graph is None:
                 self._enqueue()
             else:
-                self._graph.run(self._enqueue)
+                self._graph.run(self._enqueue, self._buffers["out"])
         return self._buffers["out"]
 
     def _use(self, block: Tensor) -> None:
@@ -156,11 +157,12 @@ class TensorRTEngine:
         """Release the context, the engine and the buffers; may be called twice."""
         if self._engine is None:
             return
-        torch.cuda.synchronize(self.device)
-        self._graph = None
-        self._context = self._cache = self._engine = self._runtime = None
-        self._buffers, self._bound = {}, {}
-        self._scratch.leave(self)
+        with turns.work():
+            torch.cuda.synchronize(self.device)
+            self._graph = None
+            self._context = self._cache = self._engine = self._runtime = None
+            self._buffers, self._bound = {}, {}
+            self._scratch.leave(self)
 
     def _failure(self, what: str) -> EngineError:
         messages = self._log.faults[-20:]
