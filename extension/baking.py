@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .architecture import Architecture
 from .building import PAIR_PREFIX, BuildRequest, build_engine
 from .calibration import write_calibration
 from .checkpoint import tensor_bytes
-from .errors import CancelledError
+from .errors import CancelledError, WeightsChangedError
 from .files import ensure_folder, temporary_folder
 from .fingerprint import Fingerprinter
 from .library import Entry, Library
@@ -25,7 +26,10 @@ from .onnx_export import export_pair
 from .progress import CancelToken, ProgressSink
 from .serving import Target
 from .shapes import Shape
-from .tensor_source import NAMES
+from .tensor_source import NAMES, SafetensorsSource
+from .worker_tasks import SAFETENSORS, UNET_PREFIX
+
+UNKNOWN = "unknown"  # prediction type of weights that came without a checkpoint
 
 
 def bake(
@@ -38,24 +42,29 @@ def bake(
     label: str,
     source: Mapping[str, Any],
     model: Mapping[str, Any] | None = None,
+    expected: str = "",
     on_progress: ProgressSink = lambda progress: None,
     cancel: CancelToken | None = None,
 ) -> Entry:
     """Export ``weights``, build the engine with them frozen in, and write its references.
 
     Args:
-        weights: LDM name to tensor; they must not change meanwhile.
+        weights: LDM name to tensor; read once, while they are exported.
         label: of the weights, for people.
         source: fingerprints and names of checkpoint and LoRAs, for the manifest.
         model: what a host needs to sample without the checkpoint, for the manifest.
+        expected: fingerprint that the weights should have, where they may change meanwhile.
 
     Raises:
+        WeightsChangedError: they have another fingerprint than ``expected``.
         EngineRoomError: as ``export_pair`` and ``build_engine``.
     """
     cancel = cancel or CancelToken()
     folder = temporary_folder(ensure_folder(library.folder), PAIR_PREFIX)
     try:
         pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
+        if expected and pair.fingerprint != expected:
+            raise WeightsChangedError("The weights have changed while they were exported.")
         request = BuildRequest(
             key=target.key(arch, shape, fingerprint=pair.fingerprint),
             architecture=arch,
@@ -70,7 +79,7 @@ def bake(
             write_calibration(
                 references,
                 arch,
-                weights,
+                Written(folder / SAFETENSORS),
                 shape,
                 dtype=target.dtype,
                 device=target.device,
@@ -79,6 +88,22 @@ def bake(
         return entry
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Written(Mapping[str, Tensor]):
+    """The weights of an exported pair by LDM name, over the file's pages."""
+
+    def __init__(self, path: Path) -> None:
+        self._source = SafetensorsSource(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source.read(UNET_PREFIX + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(UNET_PREFIX) for name in self._source.shapes)
+
+    def __len__(self) -> int:
+        return len(self._source.shapes)
 
 
 def bake_model(

@@ -142,6 +142,12 @@ class ParityError(EngineRoomError):
     exit_code = 11
 
 
+class WeightsChangedError(EngineRoomError):
+    """A host has changed its weights while they were read."""
+
+    code = "weights-changed"
+
+
 class CancelledError(EngineRoomError):
     """The user cancelled; nothing is left behind."""
 

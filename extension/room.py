@@ -25,6 +25,7 @@ from .log import logger
 from .machine import backend_versions, machine_of
 from .pool import EnginePool
 from .progress import CancelToken, Progress
+from .promotion import Promotions
 from .routed import DTYPE_NAMES, RoutedUNet
 from .router import INSTANT, Call, Counters, Host, Reason
 from .serving import Target
@@ -95,12 +96,16 @@ class ServedModel:
         if self._problem:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
-        fingerprint = None
-        if self._baked and "baked" in MODES[self.tier]:
+        fingerprint, promotes = None, self._room.tiers.settings.promote_after > 0
+        if (self._baked or promotes) and "baked" in MODES[self.tier]:
             fingerprint = self._find_baked(str(x.device), precision, epoch)
         self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
-        return self.routed.serve(x, *args, features=features)
+        out = self.routed.serve(x, *args, features=features)
+        if out is not None and promotes:
+            call = self.routed.describe(x, args[1], args[3:] not in ((), (None,)))
+            self._room.promotions.note(self.require(), call, self.weights)
+        return out
 
     def whole_job(self, job: Callable[[], Tensor], device: torch.device | None = None) -> Tensor:
         """A sampling run, checked at its end; see ``RoutedUNet.whole_job``."""
@@ -154,6 +159,7 @@ class Room:
         self.installing = self.installed = ""
         self._baked: tuple[Hashable, list[Entry]] = (None, [])
         self.tiers = TierManager(self.library, self.pool, settings, on_event=self._note)
+        self.promotions = Promotions(self.tiers)
         self._models: weakref.WeakKeyDictionary[nn.Module, ServedModel] = (
             weakref.WeakKeyDictionary()
         )

@@ -21,7 +21,13 @@ from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
 from .contest import HOST, host_is_timed, kind_of_engine
 from .engine.interface import check_choice
-from .errors import CancelledError, EngineRoomError, LibraryError, SettingError
+from .errors import (
+    CancelledError,
+    EngineRoomError,
+    LibraryError,
+    SettingError,
+    WeightsChangedError,
+)
 from .failure_record import FailureRecord, lasts
 from .instant import InstantTier, stem_of
 from .key import EngineKey
@@ -29,7 +35,7 @@ from .library import Entry, Library, State
 from .log import logger
 from .memory import free_bytes, hwc8_bytes
 from .pool import EnginePool
-from .progress import CancelToken, Progress
+from .progress import CancelToken, Progress, ProgressSink
 from .router import INSTANT, Call
 from .serving import Target, candidate_of, load_engine, verify
 from .shapes import Shape
@@ -51,6 +57,8 @@ class TierSettings:
         staging: copy 3x3 convolution weights into the faster layout where memory allows.
         instant: while an engine is missing, serve from the torch UNet in a CUDA graph.
         disk_budget: bytes that all engines may take on disk; 0 is no limit.
+        promote_after: calls with the same weights before an engine with them baked in is built
+            in the background; 0 is never.
     """
 
     policy: str = "background"
@@ -58,6 +66,7 @@ class TierSettings:
     staging: bool = True
     instant: bool = True
     disk_budget: int = 0
+    promote_after: int = 0
 
     def __post_init__(self) -> None:
         check_choice("policy for missing engines", self.policy, POLICIES)
@@ -65,6 +74,8 @@ class TierSettings:
             raise SettingError("Calls before a build must be from 1 to 1000.")
         if self.disk_budget < 0:
             raise SettingError("The disk budget cannot be negative.", hint="0 is no limit.")
+        if self.promote_after < 0:
+            raise SettingError("Calls before baking cannot be negative.", hint="0 is never.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +84,14 @@ class Job:
 
     Attributes:
         fingerprint: of the weights baked into it; empty for a shared engine.
+        make: bakes it where it is missing; else it must be there.
     """
 
     arch: Architecture
     shape: Shape
     target: Target
     fingerprint: str = ""
+    make: Callable[[ProgressSink, CancelToken], Entry] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +232,13 @@ class TierManager:
                 self._thread = threads.start(self._work, name="tiers", stop=self.cancel)
         return stem
 
+    def promote(self, job: Job) -> None:
+        """Bake an engine in the background, unless it is there, on its way, or has failed."""
+        stem = self.key(job).stem
+        known = stem in self.failed or stem in self._wishes or self.pool.holds(stem)
+        if not known and self.settings.policy != "never" and self._has_room():
+            self.want(job, asked=False)
+
     def provide(
         self,
         job: Job,
@@ -253,6 +273,9 @@ class TierManager:
             except CancelledError:
                 tell("cancelled")
                 raise
+            except WeightsChangedError as error:
+                tell("cancelled", error.message)
+                return False
             except EngineRoomError as error:
                 self.failed[key.stem] = error.message
                 if lasts(error):
@@ -295,6 +318,8 @@ class TierManager:
         """The engine on disk; a shared one is built where it is missing."""
         if job.fingerprint:
             present = self.library.find(key, job.target.machine)
+            if present is None and job.make is not None:
+                return job.make(show, cancel or CancelToken())
             if present is None:
                 raise LibraryError("The engine with these weights baked in is gone.")
             return present

@@ -361,10 +361,11 @@ def test_a1111_off_means_that_automatic_finds_nothing(a1111):
 def test_settings_that_someone_wrote_by_hand(a1111, value):
     """A damaged settings file costs the defaults, nothing more."""
     settings = importlib.import_module("extension.hosts.webui.settings")
-    for name in ("policy", "tier", "after_calls", "most", "disk"):
+    for name in ("policy", "tier", "after_calls", "most", "disk", "promote"):
         setattr(a1111.shared.opts, f"engine_room_{name}", value)
     assert settings.policy() == "background"
     assert settings.tier() == "auto"
     assert 1 <= settings.tier_settings().after_calls <= 200
     assert 0 <= settings.tier_settings().disk_budget <= 200e9
+    assert 0 <= settings.tier_settings().promote_after <= 4000
     assert 1 <= settings.engines_in_memory() <= 32

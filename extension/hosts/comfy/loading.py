@@ -16,6 +16,7 @@ from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
 from ...architecture import Architecture
+from ...baking import UNKNOWN
 from ...binding import TORCH_DTYPES
 from ...errors import EngineError, LibraryError, SettingError, UnsupportedModelError
 from ...library import Entry, State
@@ -66,7 +67,9 @@ def choices() -> list[str]:
     return [
         f"{entry.manifest.label} [{entry.stem}]"
         for entry in room().library.entries()
-        if entry.manifest is not None and entry.key.weights == "baked"
+        if entry.manifest is not None
+        and entry.key.weights == "baked"
+        and entry.manifest.model.get("prediction") != UNKNOWN
     ]
 
 

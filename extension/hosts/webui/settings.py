@@ -17,6 +17,8 @@ TIERS = ["auto", "shared", "baked", "instant"]
 MEMORY = (1, 32)
 CALLS = (1, 200)
 DISK_GB = (0, 200)
+PROMOTE = (0, 200)
+CALLS_PER_PICTURE = 20
 
 _forced: list[str] = []
 
@@ -43,6 +45,14 @@ def register() -> None:
         CALLS,
         "UNet calls of a size before its engine is built",
         "more: sizes that are drawn once are not built for",
+    )
+    _slide(
+        "promote",
+        0,
+        PROMOTE,
+        "Pictures with the same weights before an engine with them baked in is built",
+        "0: never; a baked engine is a little faster, as large as the checkpoint, on disk and in "
+        "VRAM, and serves these weights alone",
     )
     _add(
         "staging",
@@ -108,6 +118,7 @@ def tier_settings() -> TierSettings:
         staging=bool(getattr(shared.opts, "engine_room_staging", True)),
         instant=bool(getattr(shared.opts, "engine_room_instant", True)),
         disk_budget=_number("disk", 0, DISK_GB) * 1_000_000_000,
+        promote_after=_number("promote", 0, PROMOTE) * CALLS_PER_PICTURE,
     )
 
 
