@@ -85,6 +85,12 @@ def run_job(
             return worker.follow(on_progress, cancel, limits)
 
 
+def _windows_flags(setup: WorkerSetup) -> int:
+    """No console window, and a priority below that of the host; 0 elsewhere, where nice is."""
+    lower = getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0) if setup.nice > 0 else 0
+    return int(getattr(subprocess, "CREATE_NO_WINDOW", 0)) | int(lower)
+
+
 class _Worker:
     """One worker process and the threads that read from it."""
 
@@ -99,7 +105,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            creationflags=_windows_flags(setup),
         )
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)

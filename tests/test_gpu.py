@@ -15,7 +15,7 @@ import torch
 
 from extension.backend_choice import choose, surroundings
 from extension.baking import bake
-from extension.contest import kind_of
+from extension.contest import PATIENCE, kind_of
 from extension.dispatch import engine_inputs
 from extension.doctor import diagnose
 from extension.driver import driver_version, gpus
@@ -277,7 +277,7 @@ def test_an_instant_engine_replays_the_torch_unet(tmp_path):
     manager = TierManager(Library(tmp_path), EnginePool(), TierSettings(policy="never"))
     unet = routed(first, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
     unet.modes = ("instant",)
-    for _ in range(2):
+    for _ in range(PATIENCE + 3):
         unet(*args)
     manager.instant.wait(60)
     assert manager.instant.failed == {}
@@ -386,7 +386,7 @@ def test_tiers_build_verify_and_serve(tmp_path, target):
         pool=manager.pool,
         on_miss=lambda call, answer: manager.miss(ARCH, call),
     )
-    for _ in range(3):
+    for _ in range(PATIENCE + 3):
         assert relative_l2(unet(*args), exact(weights, args)) <= TOLERANCE
     assert manager.wait(120)
     assert manager.failed == {}

@@ -361,3 +361,34 @@ def test_an_engine_for_a_version_that_is_not_here(tmp_path):
     with pytest.raises(WorkerError, match=r"0\.0\.1"):
         build_engine(Library(tmp_path), BuildRequest(key=key, architecture=ARCH, label="x"))
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX priorities")
+@pytest.mark.parametrize("nice", [0, 10])
+def test_a_worker_yields_to_the_host(tmp_path, nice):
+    """So that pictures go on as before while an engine is built."""
+    found, before = [], set(workers())
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def look(progress):
+        found.extend(os.getpriority(os.PRIO_PROCESS, pid) for pid in set(workers()) - before)
+
+    job = {"kind": "selftest", "backend": "onnxruntime", "folder": str(tmp_path)}
+    run_job(job, on_progress=look, setup=WorkerSetup(nice=nice))
+    assert set(found) == {own + nice}
+
+
+@pytest.mark.parametrize(("nice", "expected"), [(10, 0x08004000), (0, 0x08000000)])
+def test_a_worker_yields_to_the_host_on_windows(monkeypatch, nice, expected):
+    monkeypatch.setattr(subprocess, "CREATE_NO_WINDOW", 0x08000000, raising=False)
+    monkeypatch.setattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0x4000, raising=False)
+    asked = []
+
+    def refuse(*args, creationflags, **options):
+        asked.append(creationflags)
+        raise OSError("no process")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="no process"):
+        run_job({"kind": "emit"}, setup=WorkerSetup(nice=nice))
+    assert asked == [expected]
