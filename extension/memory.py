@@ -9,6 +9,7 @@ from .shapes import Shape
 
 # Measured on an H200, fp16, batch 2: 46 (SD1.5 at 512x512) and 30 (SDXL at 1024x1024).
 INSTANT_MAPS = 48
+HEADROOM = 1.1  # what must be free, times what is to be allocated
 
 
 def free_bytes(device: str) -> int:

@@ -15,10 +15,11 @@ from .architecture import Architecture
 from .baking import UNKNOWN, bake
 from .errors import WeightsChangedError
 from .library import Entry
-from .memory import free_bytes, parameter_bytes
+from .memory import HEADROOM, free_bytes, parameter_bytes
 from .progress import CancelToken, ProgressSink
 from .router import Call
-from .tiers import HEADROOM, Job, TierManager, target_of
+from .tiers import TierManager
+from .wanted import Job, target_of
 
 
 class Promotions:

@@ -29,7 +29,9 @@ from .promotion import Promotions
 from .routed import DTYPE_NAMES, RoutedUNet
 from .router import INSTANT, Call, Counters, Host, Reason
 from .serving import Target
-from .tiers import Event, Job, TierManager, TierSettings
+from .tier_settings import TierSettings
+from .tiers import TierManager
+from .wanted import Event, Job
 from .watch import NotFiniteError
 
 LOG_LINES = 300

@@ -10,99 +10,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from . import threads
 from .architecture import Architecture
-from .binding import TORCH_DTYPES
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
 from .contest import HOST, host_is_timed, kind_of_engine
-from .engine.interface import check_choice
-from .errors import (
-    CancelledError,
-    EngineRoomError,
-    LibraryError,
-    SettingError,
-    WeightsChangedError,
-)
+from .errors import CancelledError, EngineRoomError, LibraryError, WeightsChangedError
 from .failure_record import FailureRecord, lasts
 from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library, State
 from .log import logger
-from .memory import free_bytes, hwc8_bytes
+from .memory import HEADROOM, free_bytes, hwc8_bytes
 from .pool import EnginePool
-from .progress import CancelToken, Progress, ProgressSink
+from .progress import CancelToken, Progress
 from .router import INSTANT, Call
-from .serving import Target, candidate_of, load_engine, verify
-from .shapes import Shape
+from .serving import candidate_of, load_engine, verify
+from .tier_settings import TierSettings
+from .wanted import Event, Job, target_of
 from .wishes import Wishes
 
-POLICIES = ("background", "wait", "never")
-HEADROOM = 1.1
 CLOSE_SECONDS = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierSettings:
-    """What a user may choose.
-
-    Attributes:
-        policy: a missing engine is built in the ``background`` while the host serves, the call
-            ``wait``s for it, or it is ``never`` built.
-        after_calls: calls of a shape before its engine is built.
-        staging: copy 3x3 convolution weights into the faster layout where memory allows.
-        instant: while an engine is missing, serve from the torch UNet in a CUDA graph.
-        disk_budget: bytes that all engines may take on disk; 0 is no limit.
-        promote_after: calls with the same weights before an engine with them baked in is built
-            in the background; 0 is never.
-    """
-
-    policy: str = "background"
-    after_calls: int = 2
-    staging: bool = True
-    instant: bool = True
-    disk_budget: int = 0
-    promote_after: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice("policy for missing engines", self.policy, POLICIES)
-        if not 1 <= self.after_calls <= 1000:
-            raise SettingError("Calls before a build must be from 1 to 1000.")
-        if self.disk_budget < 0:
-            raise SettingError("The disk budget cannot be negative.", hint="0 is no limit.")
-        if self.promote_after < 0:
-            raise SettingError("Calls before baking cannot be negative.", hint="0 is never.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """An engine that is wanted: for this architecture and shape, where, in which precision.
-
-    Attributes:
-        fingerprint: of the weights baked into it; empty for a shared engine.
-        make: bakes it where it is missing; else it must be there.
-    """
-
-    arch: Architecture
-    shape: Shape
-    target: Target
-    fingerprint: str = ""
-    make: Callable[[ProgressSink, CancelToken], Entry] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that happened to a wanted engine, for whoever shows it."""
-
-    stem: str
-    label: str
-    kind: str
-    text: str = ""
-    progress: Progress | None = None
 
 
 class TierManager:
@@ -397,10 +329,3 @@ class TierManager:
         self.instant.retry()
         self._jobs.clear()
         self.unable = ""
-
-
-def target_of(call: Call) -> Target:
-    """Where and in which precision a call runs; raises EngineRoomError where no backend can."""
-    if call.dtype not in TORCH_DTYPES:
-        raise SettingError(f"The host computes in {call.dtype}, which no engine does.")
-    return Target(device=call.device, dtype=call.dtype)

@@ -406,7 +406,8 @@ from extension.onnx_export import export_pair
 from extension.pool import EnginePool
 from extension.serving import Target
 from extension.shapes import Shape
-from extension.tiers import Job, TierManager
+from extension.tiers import TierManager
+from extension.wanted import Job
 from tests.support_models import SMALL, random_weights
 arch = SMALL["two-levels"]
 target = Target(device="cpu", dtype="fp32")

@@ -32,7 +32,9 @@ from extension.routed import RoutedUNet
 from extension.router import Reason
 from extension.serving import Target, build_shared, candidate_of, load_engine, verify
 from extension.shapes import Shape
-from extension.tiers import Job, TierManager, TierSettings
+from extension.tier_settings import TierSettings
+from extension.tiers import TierManager
+from extension.wanted import Job
 from tests.support_models import (
     SMALL,
     control_of,

@@ -17,7 +17,8 @@ from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool
 from extension.routed import RoutedUNet
 from extension.shapes import Shape
-from extension.tiers import TierManager, TierSettings
+from extension.tier_settings import TierSettings
+from extension.tiers import TierManager
 from tests.support_models import SMALL, control_of, random_inputs, random_weights, relative_l2
 
 ARCH = SMALL["sdxl"]

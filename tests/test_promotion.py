@@ -12,7 +12,7 @@ from extension.library import Library
 from extension.live import LiveWeights
 from extension.room import Room
 from extension.serving import Target, load_engine, verify
-from extension.tiers import TierSettings
+from extension.tier_settings import TierSettings
 from tests.support_ldm import ldm_unet
 from tests.support_models import random_weights, relative_l2
 from tests.test_baking import ARCH, SHAPE, TOLERANCE, exact, serve, until_served

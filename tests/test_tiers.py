@@ -36,7 +36,9 @@ from extension.routed import RoutedUNet
 from extension.router import Call, Candidate
 from extension.serving import Target
 from extension.shapes import Shape
-from extension.tiers import Job, TierManager, TierSettings
+from extension.tier_settings import TierSettings
+from extension.tiers import TierManager
+from extension.wanted import Job
 from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
 
 ROOT = Path(__file__).parent.parent

@@ -14,10 +14,10 @@ from extension.room import Room
 from extension.serving import Target
 from extension.shapes import Shape
 from extension.speed import Speed, record, recorded
-from extension.tiers import Job
 from extension.ui import facts
 from extension.ui.comparison import compare
 from extension.ui.drawing import DrawJob, Drawn, lora_tags
+from extension.wanted import Job
 from tests.support_models import SMALL
 
 ARCH = SMALL["two-levels"]

@@ -24,7 +24,7 @@ from ..serving import Target, load_engine
 from ..serving import verify as compare_with_torch
 from ..shapes import Shape, tokens_for_chunks
 from ..status import status
-from ..tiers import Job
+from ..wanted import Job
 from .drawing import DrawJob, Drawn
 
 Preset = tuple[int, int, float]

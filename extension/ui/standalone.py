@@ -20,7 +20,7 @@ from ..router import Call, Host
 from ..sampler import SampleSettings
 from ..serving import Target, host_unet
 from ..shapes import Shape
-from ..tiers import Job
+from ..wanted import Job
 from .drawing import LORA_TAG, DrawJob, Drawn
 from .facts import LiveModel
 

@@ -22,7 +22,7 @@ from ...parity import relative_l2
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
-from ...tiers import Job
+from ...wanted import Job
 from .loading import model_facts, place_of
 from .room import room
 from .routing import WaitProgress, route, served_model, unroute

@@ -13,10 +13,10 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CancelledError
 from ...log import logger
+from ...memory import HEADROOM
 from ...patcher_calls import PatchedCall, describe
 from ...progress import CancelToken, Progress
 from ...room import ServedModel, attempt
-from ...tiers import HEADROOM
 from .memory import account, forget
 from .room import KEY, room
 

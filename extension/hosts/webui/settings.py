@@ -9,7 +9,7 @@ from typing import Any
 
 from modules import paths, shared
 
-from ...tiers import TierSettings
+from ...tier_settings import TierSettings
 
 SECTION = ("engine_room", "Engine Room (TensorRT)")
 POLICIES = ["background", "wait", "never", "off"]

@@ -18,9 +18,9 @@ from ...room import Room, ServedModel
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
-from ...tiers import Job
 from ...ui.drawing import DrawJob, Drawn
 from ...ui.facts import LiveModel
+from ...wanted import Job
 from . import api, drawing, hooks, room
 
 
