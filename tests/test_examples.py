@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def server(tmp_path_factory):
     server.start()
     yield server
     server.stop()
+    shutil.rmtree(server.base)
 
 
 def prepared(server, name):
