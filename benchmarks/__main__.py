@@ -22,11 +22,13 @@ def commands() -> Iterator[list[str]]:
     yield ["-m", "benchmarks.attention"]
     yield ["-m", "benchmarks.forms", "--full"]
     yield ["-m", "benchmarks.baking"]
+    yield ["-m", "benchmarks.disturbance"]
     if Path(os.environ.get("COMFYUI_ROOT", Path.home() / "ComfyUI")).is_dir():
         checkpoint, lora = str(FILES / "sd15.safetensors"), str(FILES / "lora.safetensors")
         yield ["-m", "extension", "make-checkpoint", checkpoint, "--size", "full"]
         yield ["-m", "extension", "make-lora", lora, "--size", "full"]
-        yield ["-m", "benchmarks.comfyui", "--checkpoint", checkpoint, "--lora", lora]
+        for name in ("benchmarks.comfyui", "benchmarks.first_pictures"):
+            yield ["-m", name, "--checkpoint", checkpoint, "--lora", lora]
     yield ["-m", "benchmarks.report"]
 
 
