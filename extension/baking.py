@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from . import threads
 from .architecture import Architecture
 from .building import PAIR_PREFIX, BuildRequest, build_engine
 from .calibration import write_calibration
-from .checkpoint import tensor_bytes
+from .checkpoint import Checkpoint, tensor_bytes
 from .errors import CancelledError, WeightsChangedError
 from .files import ensure_folder, temporary_folder
 from .fingerprint import Fingerprinter
@@ -26,8 +25,8 @@ from .onnx_export import export_pair
 from .progress import CancelToken, ProgressSink
 from .serving import Target
 from .shapes import Shape
-from .tensor_source import NAMES, SafetensorsSource
-from .worker_tasks import SAFETENSORS, UNET_PREFIX
+from .tensor_source import NAMES, open_source
+from .worker_tasks import SAFETENSORS
 
 UNKNOWN = "unknown"  # prediction type of weights that came without a checkpoint
 
@@ -76,34 +75,20 @@ def bake(
         entry = build_engine(library, request, on_progress=on_progress, cancel=cancel)
         references = library.calibration_path(entry.stem)
         if not references.exists():
-            write_calibration(
-                references,
-                arch,
-                Written(folder / SAFETENSORS),
-                shape,
-                dtype=target.dtype,
-                device=target.device,
-                pause=cancel.raise_if_cancelled,
-            )
+            file = folder / SAFETENSORS
+            with Checkpoint(file, open_source(file)) as written:
+                write_calibration(
+                    references,
+                    arch,
+                    written,
+                    shape,
+                    dtype=target.dtype,
+                    device=target.device,
+                    pause=cancel.raise_if_cancelled,
+                )
         return entry
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class Written(Mapping[str, Tensor]):
-    """The weights of an exported pair by LDM name, over the file's pages."""
-
-    def __init__(self, path: Path) -> None:
-        self._source = SafetensorsSource(path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(UNET_PREFIX + name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(UNET_PREFIX) for name in self._source.shapes)
-
-    def __len__(self) -> int:
-        return len(self._source.shapes)
 
 
 def bake_model(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .baking import UNKNOWN, bake
+from .contest import kind_of
 from .errors import WeightsChangedError
 from .library import Entry
 from .memory import HEADROOM, free_bytes, parameter_bytes
@@ -34,7 +35,7 @@ class Promotions:
         needed = self._tiers.settings.promote_after
         if not needed or not call.fingerprint:
             return
-        name = (call.architecture, call.shape, call.dtype, call.device, call.fingerprint)
+        name = (kind_of(call), call.fingerprint)
         self._calls[name] += 1
         if self._calls[name] % needed == 0 and self._fits(arch, call):
             self._tiers.promote(_job(self._tiers, arch, call, weights))

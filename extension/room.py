@@ -79,6 +79,7 @@ class ServedModel:
             pool=room.pool,
             counters=room.counters,
             on_miss=self._miss,
+            on_served=self._served,
         )
 
     def serve(self, x: Tensor, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
@@ -103,11 +104,7 @@ class ServedModel:
             fingerprint = self._find_baked(str(x.device), precision, epoch)
         self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
-        out = self.routed.serve(x, *args, features=features)
-        if out is not None and promotes:
-            call = self.routed.describe(x, args[1], args[3:] not in ((), (None,)))
-            self._room.promotions.note(self.require(), call, self.weights)
-        return out
+        return self.routed.serve(x, *args, features=features)
 
     def whole_job(self, job: Callable[[], Tensor], device: torch.device | None = None) -> Tensor:
         """A sampling run, checked at its end; see ``RoutedUNet.whole_job``."""
@@ -132,6 +129,9 @@ class ServedModel:
         return self._room.tiers.miss(
             self.arch, call, policy=self.policy, on_progress=self.on_progress, cancel=self.cancel
         )
+
+    def _served(self, call: Call) -> None:
+        self._room.promotions.note(self.require(), call, self.weights)
 
     @property
     def sentence(self) -> str:
@@ -206,8 +206,7 @@ class Room:
 
     def want_baked(self, arch: Architecture, entry: Entry, device: str) -> None:
         """Load a baked engine in the background, unless it is there, on its way, or failed."""
-        stem = entry.stem
-        if not (self.pool.holds(stem) or stem in self.tiers.failed or stem in self.tiers.wanted):
+        if not self.tiers.knows(entry.stem):
             self.tiers.want(baked_job(arch, entry, device), asked=False)
 
     def remove(self, stem: str) -> int:

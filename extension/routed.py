@@ -47,6 +47,7 @@ class RoutedUNet:
         counters: of all models of the process, counted too.
         on_miss: called with a call that no engine serves yet and why; may load one, and returns
             whether routing should be tried again.
+        on_served: called with every call that an engine has served.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class RoutedUNet:
         pool: EnginePool | None = None,
         counters: Counters | None = None,
         on_miss: Callable[[Call, Host], bool] = lambda call, answer: False,
+        on_served: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self.arch = arch
         self.host = host
         self.counters = Counters(parent=counters)
         self.last_binding: BindingReport | None = None
         self.pool = pool or EnginePool()
-        self._on_miss = on_miss
+        self._on_miss, self._on_served = on_miss, on_served
         self.modes: tuple[str, ...] = ("shared", "baked")
         self.precision = ""
         self._identity = object()
@@ -154,6 +156,8 @@ class RoutedUNet:
         else:
             out = None
         self.counters.count(answer)
+        if out is not None:
+            self._on_served(call)
         return out
 
     def whole_job(self, job: Callable[[], Result], device: torch.device | None = None) -> Result:

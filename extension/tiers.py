@@ -93,7 +93,7 @@ class TierManager:
         job, key = found
         stem = key.stem
         calls = self._wishes.miss(stem)
-        if stem in self.failed or stem in self._wishes or self.pool.holds(stem):
+        if self.knows(stem):
             return False
         if policy == "wait":
             return self.provide(job, on_progress=on_progress, cancel=cancel)
@@ -166,10 +166,14 @@ class TierManager:
 
     def promote(self, job: Job) -> None:
         """Bake an engine in the background, unless it is there, on its way, or has failed."""
-        stem = self.key(job).stem
-        known = stem in self.failed or stem in self._wishes or self.pool.holds(stem)
-        if not known and self.settings.policy != "never" and self._has_room():
+        if self.knows(self.key(job).stem) or self.settings.policy == "never":
+            return
+        if self._has_room():
             self.want(job, asked=False)
+
+    def knows(self, stem: str) -> bool:
+        """Whether an engine is loaded, on its way, or has failed."""
+        return stem in self.failed or stem in self._wishes or self.pool.holds(stem)
 
     def provide(
         self,
