@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from extension.accuracy import relative_l2
 from extension.engine import get_backend
 from extension.engine.interface import BuildSpec
 from extension.errors import EngineRoomError
-from extension.parity import relative_l2
 
 from .profiling import kernels
 from .timing import interleave

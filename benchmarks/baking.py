@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from extension import onnx_graph, ops_onnx
+from extension.accuracy import relative_l2
 from extension.architecture import SD15, SDXL, Architecture
 from extension.binding import Binding
 from extension.dispatch import run_unet
@@ -32,7 +33,7 @@ from extension.onnx_export import export_pair
 from extension.onnx_graph import ExternalTensor, ExternalWeights, emit_graph
 from extension.ops_onnx import Dim, OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, relative_l2
+from extension.parity import random_inputs
 from extension.safetensors_file import read_header
 from extension.shapes import Shape
 from extension.synthetic import random_unet
@@ -41,6 +42,7 @@ from extension.worker_tasks import SAFETENSORS, UNET_PREFIX
 from .forms import SMALL
 from .profiling import kernels
 from .timing import interleave
+from .unet import half_weights
 
 VARIANTS: tuple[str, ...] = (
     "inputs: all",
@@ -180,7 +182,7 @@ def measure(variant: str, arch: Architecture, shape: Shape, pair: Path, pipe: Co
         started = time.perf_counter()
         engine, seconds = build(arch, shape, variant, pair)
         device = torch.device("cuda:0")
-        weights = {n: t.half().to(device) for n, t in random_unet(arch).items()}
+        weights = half_weights(arch, device)
         binding = Binding(engine, device)  # holds the copies
         binding.refresh(weights, epoch=0)
         inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)

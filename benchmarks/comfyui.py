@@ -90,8 +90,8 @@ def rounds(peers: dict[str, Callable[[], float]], count: int) -> dict[str, Any]:
 
 def instant(host: Host, model: Any, latent: Any, size: int, steps: int) -> dict[str, Any]:
     """From the first picture, in which the tier gets ready, to one that it serves alone."""
+    from extension.accuracy import relative_l2
     from extension.hosts.comfy.room import room
-    from extension.parity import relative_l2
 
     counters, seconds, served = room().counters, [], []
     for _ in range(3):
@@ -154,10 +154,10 @@ def facts(host: Host, size: int, steps: int) -> dict[str, Any]:
 
 
 def run(host: Host, args: argparse.Namespace) -> dict[str, Any]:
+    from extension.accuracy import relative_l2
     from extension.hosts.comfy.jobs import build
     from extension.hosts.comfy.room import room
     from extension.hosts.comfy.routing import route
-    from extension.parity import relative_l2
     from extension.picture import psnr
     from extension.shapes import Shape
 

@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
+from extension.dispatch import run_unet
 from extension.library import Library
 from extension.machine import can_build_ahead
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, run_unet
 from extension.serving import Target, build_shared, load_engine, try_in_child, verify
-from extension.synthetic import random_unet
 
 from .timing import summarise
-from .unet import CASES
+from .unet import CASES, half_inputs, half_weights
 
 AHEAD = "8.9"
 ALONE_SECONDS = 4.0
@@ -40,10 +39,8 @@ class Loop:
     def __init__(self, case: str) -> None:
         self.arch, self.shape = CASES[case]
         place = torch.device("cuda:0")
-        weights = {n: t.half().to(place) for n, t in random_unet(self.arch, 0).items()}
-        inputs = random_inputs(self.arch, self.shape, 500.5, seed=3, device=place)
-        self._inputs = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
-        self._unet = TorchUNet(self.arch, weights, torch.float16)
+        self._inputs = half_inputs(self.arch, self.shape, place)
+        self._unet = TorchUNet(self.arch, half_weights(self.arch, place), torch.float16)
 
     def call(self) -> float:
         """Milliseconds of one call."""

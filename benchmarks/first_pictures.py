@@ -33,16 +33,16 @@ def cpu_seconds() -> dict[str, float]:
     """Of this thread and this process, and how long a container was kept from its processors."""
     throttled = 0.0
     if THROTTLED.is_file():
-        facts = dict(line.split() for line in THROTTLED.read_text().splitlines())
-        throttled = float(facts.get("throttled_usec", 0)) / 1e6
+        stat = dict(line.split() for line in THROTTLED.read_text().splitlines())
+        throttled = float(stat.get("throttled_usec", 0)) / 1e6
     return {"thread": time.thread_time(), "process": time.process_time(), "throttled": throttled}
 
 
 def draw_until_settled(host: Host, latent: Any, size: int, steps: int) -> list[dict[str, Any]]:
     """Pictures in turn, until no engine is on its way any more and some after that."""
+    from extension.accuracy import relative_l2
     from extension.hosts.comfy.room import room
     from extension.hosts.comfy.routing import route
-    from extension.parity import relative_l2
 
     model, left = route(host.model, policy="background"), SETTLED
     found: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ import onnx
 import torch
 
 from extension import onnx_graph
+from extension.accuracy import relative_l2
 from extension.architecture import SD15, Architecture
 from extension.binding import Binding
 from extension.dispatch import run_unet
@@ -28,12 +29,12 @@ from extension.engine.interface import BuildSpec
 from extension.errors import EngineRoomError
 from extension.ops_onnx import OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, relative_l2, strong_weights
+from extension.parity import random_inputs, strong_weights
 from extension.shapes import Shape
-from extension.synthetic import random_unet
 
 from .profiling import kernels
 from .timing import interleave
+from .unet import half_weights
 
 SMALL = replace(
     SD15,
@@ -186,7 +187,7 @@ def main() -> None:
     arch, shape = (SD15 if args.full else SMALL), Shape(batch=2, height=64, width=64)
     device = torch.device("cuda:0")
     sources = {
-        "synthetic": {n: t.half().to(device) for n, t in random_unet(arch).items()},
+        "synthetic": half_weights(arch, device),
         "strong": strong_weights(arch, torch.float16, device),
     }
     inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from extension.architecture import SD15, SDXL, Architecture
 from extension.binding import Binding
@@ -54,6 +55,17 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+def half_weights(arch: Architecture, place: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights in fp16 on a device, by LDM name."""
+    return {name: tensor.half().to(place) for name, tensor in random_unet(arch, seed).items()}
+
+
+def half_inputs(arch: Architecture, shape: Shape, place: torch.device) -> dict[str, Tensor]:
+    """Inputs of one call by engine name; all but the timesteps in fp16."""
+    inputs = random_inputs(arch, shape, 500.5, seed=3, device=place)
+    return {name: t if name == "timesteps" else t.half() for name, t in inputs.items()}
+
+
 class Bench:
     """One case on one device."""
 
@@ -62,16 +74,12 @@ class Bench:
         self.library, self.out = library, out
         self.target = Target(device="cuda:0")
         self.place = torch.device(self.target.device)
-        self.weights = self._weights(seed=0)
-        inputs = random_inputs(self.arch, self.shape, 500.5, seed=3, device=self.place)
-        self.inputs = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
+        self.weights = half_weights(self.arch, self.place)
+        self.inputs = half_inputs(self.arch, self.shape, self.place)
         self.peers: dict[str, Callable[[], object]] = {}
         self.engines: dict[str, tuple[Engine, Binding]] = {}
 
-    def _weights(self, seed: int) -> dict[str, torch.Tensor]:
-        return {n: t.half().to(self.place) for n, t in random_unet(self.arch, seed).items()}
-
-    def _args(self) -> list[torch.Tensor | None]:
+    def _args(self) -> list[Tensor | None]:
         return [self.inputs.get(n) for n in ("x", "timesteps", "context", "y")]
 
     def add_torch(self, *, compiled: bool) -> None:
@@ -175,7 +183,7 @@ class Bench:
 
     def lora_change(self) -> None:
         """All pointers change: time from the new weights to the end of the first call."""
-        other = self._weights(seed=1)
+        other = half_weights(self.arch, self.place, seed=1)
         for label, (engine, binding) in {**self.engines, EAGER_GRAPH: self.instant}.items():
             if not engine.weights:
                 continue
@@ -186,7 +194,7 @@ class Bench:
                 def change(
                     engine: Engine = engine,
                     binding: Binding = binding,
-                    weights: dict[str, torch.Tensor] = weights,
+                    weights: dict[str, Tensor] = weights,
                     epoch: int = epoch,
                 ) -> None:
                     binding.refresh(weights, epoch)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .accuracy import relative_l2
 from .architecture import Architecture
 from .binding import TORCH_DTYPES
 from .checkpoint import tensor_bytes
@@ -20,7 +21,7 @@ from .engine.interface import Engine
 from .engine.turns import turns
 from .errors import BadFileError, EngineError
 from .ops_torch import TorchUNet
-from .parity import TIMESTEPS, ParityResult, limit_for, random_inputs, relative_l2
+from .parity import TIMESTEPS, ParityResult, limit_for, random_inputs
 from .safetensors_file import Entry, write_safetensors
 from .shapes import Shape
 from .tensor_source import SafetensorsSource

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .accuracy import relative_l2
 from .engine.turns import turns
 from .model import Model
 from .ops_torch import TorchUNet
-from .parity import relative_l2
 from .picture import psnr, tile
 from .progress import CancelToken
 from .sampler import Conditioning, SampleSettings, sample

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .accuracy import relative_l2
 from .architecture import Architecture
 from .binding import TORCH_DTYPES, Binding
 from .dispatch import Inputs, run_unet
@@ -66,13 +67,6 @@ def limit_for(noise: float) -> float:
     whatever torch does. The miscompiled engines that were seen were at 0.1 and above.
     """
     return min(max(NOISE_FACTOR * noise, LEAST_LIMIT), MOST_LIMIT)
-
-
-def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|, in fp64; infinite where ``actual`` is not finite."""
-    difference = (actual.double() - expected.double()).norm()
-    error = float(difference / expected.double().norm().clamp_min(1e-30))
-    return error if math.isfinite(error) else math.inf
 
 
 def random_inputs(

@@ -210,8 +210,10 @@ CLIP_CONFIG = {
 class WebuiServer:
     """One host process over a data folder of its own."""
 
-    def __init__(self, name: str, checkout, base: Path, *flags: str) -> None:
-        self.name, self.checkout, self.base, self.flags = name, checkout, base, flags
+    def __init__(self, name: str, checkout, base: Path, *flags: str, device=None) -> None:
+        """``device``: flags in place of those that draw on the CPU in fp32."""
+        self.name, self.checkout, self.base = name, checkout, base
+        self.flags = (*(FLAGS[name] if device is None else device), *flags)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = None
@@ -239,8 +241,7 @@ class WebuiServer:
     def start(self) -> None:
         """Start and wait until a job can be posted."""
         command = [str(self.checkout.python), str(self.checkout.root / "launch.py"), *COMMON,
-                   *FLAGS[self.name], *self.flags, "--port", str(self.port),
-                   "--data-dir", str(self.base)]  # fmt: skip
+                   *self.flags, "--port", str(self.port), "--data-dir", str(self.base)]  # fmt: skip
         env = {**os.environ, "ENGINE_ROOM_PACKAGES": str(self.base / "packages"),
                "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
                "PYTHONDONTWRITEBYTECODE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}  # fmt: skip

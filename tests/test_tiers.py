@@ -40,6 +40,7 @@ from extension.tier_settings import TierSettings
 from extension.tiers import TierManager
 from extension.wanted import Job
 from tests.support_models import SMALL, random_inputs, random_weights, relative_l2
+from tests.test_pace import Mark
 
 ROOT = Path(__file__).parent.parent
 ARCH = SMALL["two-levels"]
@@ -69,21 +70,6 @@ def kinds(manager):
         if not found or found[-1] != event.kind:
             found.append(event.kind)
     return found
-
-
-class Moment:
-    """Of a clock that stands still unless it is moved."""
-
-    now = 0
-
-    def __init__(self):
-        self.at = Moment.now
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, end):
-        return float(end.at - self.at)
 
 
 def test_a_build_after_enough_calls_then_ready(manager):
@@ -252,17 +238,18 @@ def test_cancel_ends_the_build_and_does_not_start_it_again(manager, monkeypatch)
 def test_the_host_is_timed_before_engines_are_made(manager, monkeypatch):
     """And not beside a build, which slows it."""
     monkeypatch.setattr(pace, "TIMED", ("cpu",))
-    monkeypatch.setattr(pace, "mark", lambda device: Moment())
+    now = [0]
+    monkeypatch.setattr(pace, "mark", lambda device: Mark(now[0]))
     noted, kind, device = manager.pool.pace, kind_of(call()), torch.device("cpu")
     for _ in range(pace.LEAST + 1):
         manager.miss(ARCH, call())
         assert manager.wanted == []
         noted.step(kind, HOST, device)
-        Moment.now += 30
+        now[0] += 30
     manager.miss(ARCH, call())
     assert len(manager.wanted) == 1
     while manager.wanted:
-        Moment.now += 1000
+        now[0] += 1000
         noted.step(kind, HOST, device)
         time.sleep(0.01)
     assert noted.milliseconds(kind, HOST) == 30

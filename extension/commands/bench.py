@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accuracy import relative_l2
 from ..baking import bake_model
 from ..dispatch import run_unet
 from ..errors import EngineRoomError, SettingError
 from ..library import Library
 from ..model import Model
 from ..ops_torch import TorchUNet
-from ..parity import limit_for, random_inputs, relative_l2
+from ..parity import limit_for, random_inputs
 from ..serving import Target, build_shared, host_unet, serve_with
 from ..shapes import Shape
 from ..speed import Speed, record

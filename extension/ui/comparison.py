@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accuracy import relative_l2
 from ..errors import EngineRoomError
 from ..key import STEM
-from ..parity import relative_l2
 from ..picture import psnr, to_image
 from ..speed import Speed, record
 from .drawing import DrawJob, Drawn

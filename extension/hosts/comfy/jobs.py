@@ -15,10 +15,10 @@ import folder_paths
 import torch
 
 from ... import baking
+from ...accuracy import relative_l2
 from ...errors import CancelledError, SettingError
 from ...files import child_folder
 from ...onnx_export import export_pair
-from ...parity import relative_l2
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
