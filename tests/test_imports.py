@@ -83,8 +83,7 @@ def test_the_core_imports_itself_relatively_and_no_host(path):
     for level, module, line in imported(path):
         where = f"{path.name}:{line}"
         root = module.split(".")[0]
-        known = root == "gradio" and path.parent.name == "ui"
-        assert root not in HOSTS or level or known, f"{where} imports a host"
+        assert root not in HOSTS or level, f"{where} imports a host"
         assert not (level == 0 and root in ("extension", "engine_room")), where
         assert not (level and "hosts" in module.split(".")), f"{where} imports a host adapter"
     for level, module, line in imported(path, top_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def ui(args: argparse.Namespace) -> Report:
 
     library = common.library_of(args).folder
     host = StandaloneHost(args.checkpoint, library, common.target_of(args), loras=args.loras)
-    page = serve(host, port=args.port, open_browser=not args.no_browser)
+    gradio = importlib.import_module("gradio")
+    page = serve(host, gradio, port=args.port, open_browser=not args.no_browser)
     sys.stderr.write(f"Engine Room is at http://127.0.0.1:{args.port} - Ctrl+C ends it.\n")
     try:
         page.block_thread()

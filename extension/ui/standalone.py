@@ -23,6 +23,7 @@ from ..shapes import Shape
 from ..wanted import Job
 from .drawing import LORA_TAG, DrawJob, Drawn
 from .facts import LiveModel
+from .tab import Tab
 
 LORA_SUFFIXES = (".safetensors", ".pt", ".ckpt")
 
@@ -153,11 +154,13 @@ def _lora_files(folder: Path | None) -> dict[str, Path]:
     return {p.stem: p for p in folder.iterdir() if p.suffix.lower() in LORA_SUFFIXES}
 
 
-def serve(host: StandaloneHost, *, port: int, open_browser: bool) -> Any:
-    """Start the page on this machine only; returns gradio's application, which runs."""
-    from .tab import Tab
+def serve(host: StandaloneHost, gradio: Any, *, port: int, open_browser: bool) -> Any:
+    """Start the page on this machine only; returns gradio's application, which runs.
 
-    page = Tab(host).build()
+    Args:
+        gradio: the module.
+    """
+    page = Tab(host, gradio).build()
     page.queue()
     page.launch(
         server_name="127.0.0.1",

@@ -20,6 +20,7 @@ from ...serving import Target
 from ...shapes import Shape
 from ...ui.drawing import DrawJob, Drawn
 from ...ui.facts import LiveModel
+from ...ui.tab import Tab
 from ...wanted import Job
 from . import api, drawing, hooks, room
 
@@ -132,10 +133,10 @@ def _dtype() -> torch.dtype:
 
 def tabs() -> list[Any]:
     """For ``on_ui_tabs``: (blocks, title, element id)."""
-    from ...ui.tab import Tab
-
     try:
-        return [(Tab(WebuiHost()).build(), "Build TRT engine", "engine_room")]
+        import gradio
+
+        return [(Tab(WebuiHost(), gradio).build(), "Build TRT engine", "engine_room")]
     except (EngineRoomError, ImportError, AttributeError, TypeError):
         logger.exception("The tab of Engine Room could not be made.")
         return []
