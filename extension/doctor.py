@@ -16,9 +16,10 @@ from .architecture import TINY
 from .backend_choice import choose, surroundings
 from .driver import driver_version, gpus
 from .engine import BACKENDS, get_backend
+from .engine_state import State
 from .errors import EngineRoomError
 from .jobs import Limits, WorkerSetup, run_job
-from .library import Library, State
+from .library import Library
 from .log import logger
 from .machine import CPU_BACKEND, can_build_ahead, machine_of
 from .parity import check

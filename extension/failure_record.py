@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import __version__
+from .engine_state import Machine
 from .errors import BuildError, EngineError, EngineRoomError, ParityError, WorkerError
 from .side_table import SideTable
-
-if TYPE_CHECKING:
-    from .library import Machine
 
 FILE_NAME = "failures.json"
 KEPT = 100

@@ -8,11 +8,11 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .engine_state import Machine, State, judge, parity_results, same_place
 from .errors import LibraryError, OutputError
 from .failure_record import FailureRecord
 from .files import (
@@ -23,35 +23,11 @@ from .files import (
     sha256_file,
     write_failure,
 )
-from .key import STEM, EngineKey, check_stem, host_platform
+from .key import STEM, EngineKey, check_stem
 from .log import logger
 from .manifest import Manifest, UnknownFormatError, read_json, read_manifest
-from .unet import EMITTER_VERSION
 
 SUFFIXES = (".json", ".state.json", ".cal.safetensors", ".lock", ".engine")
-
-
-class State(Enum):
-    """What can be said about an engine without loading it; the value is the stable code."""
-
-    READY = "ready"
-    UNVERIFIED = "unverified"
-    OTHER_GPU = "other-gpu"
-    OTHER_VERSION = "other-version"
-    OUTDATED = "outdated"
-    INCOMPLETE = "incomplete"
-    DAMAGED = "damaged"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What an engine must fit: GPU name, compute capability, driver, backend versions."""
-
-    gpu: str = "CPU"
-    capability: str = "cpu"
-    driver: str = ""
-    backends: Mapping[str, str] = field(default_factory=dict)
-    platform: str = field(default_factory=host_platform)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +116,7 @@ class Library:
         manifest: Manifest | None = None
         try:
             manifest = read_manifest(self.manifest_path(stem))
-            state, text = _judge(stem, manifest, size, machine, changing)
+            state, text = judge(stem, manifest, size, machine, changing)
         except UnknownFormatError as error:
             state, text = State.OUTDATED, f"made by another version of Engine Room: {error.message}"
         except LibraryError as error:
@@ -226,7 +202,9 @@ class Library:
 
     def add_parity(self, stem: str, result: Mapping[str, Any]) -> None:
         """Record a parity result; an older one for the same GPU, driver and version goes."""
-        kept = [item for item in parity_results(self.read_state(stem)) if not _same(item, result)]
+        kept = [
+            item for item in parity_results(self.read_state(stem)) if not same_place(item, result)
+        ]
         self.update_state(stem, parity=[*kept, dict(result)])
 
     def remove(self, stem: str) -> int:
@@ -275,12 +253,6 @@ class Library:
         return removed
 
 
-def parity_results(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The well-formed parity results of a state file."""
-    items = state.get("parity")
-    return [i for i in items if isinstance(i, dict)] if isinstance(items, list) else []
-
-
 def _delete(path: Path) -> int:
     try:
         size = path.lstat().st_size
@@ -289,10 +261,6 @@ def _delete(path: Path) -> int:
         reason = error.strerror or error
         raise LibraryError(f"'{path.name}' cannot be deleted: {reason}.") from error
     return size
-
-
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(a.get(name) == b.get(name) for name in ("gpu", "driver", "backend_version"))
 
 
 def _damaged(stem: str, what: str) -> LibraryError:
@@ -307,51 +275,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() and not path.is_symlink() else None
     except OSError:
         return None
-
-
-def _judge(
-    stem: str,
-    manifest: Manifest,
-    size: int | None,
-    machine: Machine | None,
-    changing: Mapping[str, Any],
-) -> tuple[State, str]:
-    key = manifest.key
-    if key.stem != stem:
-        return State.DAMAGED, "its manifest belongs to another engine"
-    if size is None:
-        return State.INCOMPLETE, "its engine file is missing"
-    if size != manifest.engine_bytes:
-        return State.DAMAGED, f"it has {size} bytes instead of {manifest.engine_bytes}"
-    if machine is None:
-        return State.UNVERIFIED, "not looked at on any machine"
-    if key.platform != machine.platform:
-        return State.OTHER_GPU, f"made for {key.platform}; this is {machine.platform}"
-    if key.emitter != EMITTER_VERSION:
-        return State.OUTDATED, "made by another version of Engine Room; it is built again on demand"
-    if machine.capability not in key.capabilities:
-        made_for = ", ".join(key.capabilities)
-        return State.OTHER_GPU, f"made for {made_for}; this is {machine.gpu} ({machine.capability})"
-    version = machine.backends.get(key.backend)
-    if version != key.backend_version:
-        here = f"here is {version}" if version else "which is not installed here"
-        return State.OTHER_VERSION, f"made by {key.backend} {key.backend_version}; {here}"
-    return _parity_state(key, machine, changing)
-
-
-def _parity_state(
-    key: EngineKey, machine: Machine, changing: Mapping[str, Any]
-) -> tuple[State, str]:
-    wanted = {
-        "gpu": machine.gpu,
-        "driver": machine.driver,
-        "backend_version": key.backend_version,
-    }
-    for item in parity_results(changing):
-        worst, limit = item.get("worst_relative_l2"), item.get("limit")
-        if not _same(item, wanted) or not isinstance(worst, float) or not isinstance(limit, float):
-            continue
-        if worst <= limit:
-            return State.READY, f"ready (error {worst:.2g}, allowed {limit:.2g})"
-        return State.DAMAGED, f"it computes something else (error {worst:.2g}, allowed {limit:.2g})"
-    return State.UNVERIFIED, "not verified on this machine yet"

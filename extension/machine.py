@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from .driver import driver_version
 from .engine import BACKENDS, get_backend
+from .engine_state import Machine
 from .errors import EngineRoomError, MissingPackageError
-from .library import Machine
 from .packages import install_command
 
 CPU_BACKEND = "onnxruntime"

@@ -18,8 +18,9 @@ from .architecture import Architecture
 from .backend_choice import choose, surroundings
 from .baking import LiveFingerprint
 from .binding import TORCH_DTYPES
+from .engine_state import State
 from .errors import CancelledError, EngineRoomError, UnsupportedModelError
-from .library import Entry, Library, State
+from .library import Entry, Library
 from .live import LiveWeights, live_architecture
 from .log import logger
 from .machine import backend_versions, machine_of

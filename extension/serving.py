@@ -17,11 +17,12 @@ from .calibration import check_calibrated
 from .engine import get_backend
 from .engine.interface import Engine
 from .engine.turns import turns
+from .engine_state import Machine, State
 from .errors import EngineError, EngineRoomError, SettingError
 from .jobs import Limits, WorkerSetup, run_job
 from .kernel_cache import KernelCache
 from .key import EngineKey
-from .library import Entry, Library, Machine, State
+from .library import Entry, Library
 from .machine import CPU_BACKEND, RTX_CAPABILITIES, can_build_ahead, default_backend, machine_of
 from .ops_torch import TorchUNet
 from .packages import worker_folders

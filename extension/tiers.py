@@ -19,11 +19,12 @@ from .architecture import Architecture
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
 from .contest import HOST, host_is_timed, kind_of_engine
+from .engine_state import State
 from .errors import CancelledError, EngineRoomError, LibraryError, WeightsChangedError
 from .failure_record import FailureRecord, lasts
 from .instant import InstantTier, stem_of
 from .key import EngineKey
-from .library import Entry, Library, State
+from .library import Entry, Library
 from .log import logger
 from .memory import HEADROOM, free_bytes, hwc8_bytes
 from .pool import EnginePool

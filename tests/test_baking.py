@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from extension.baking import LiveFingerprint, bake, fingerprint_of
+from extension.engine_state import State
 from extension.errors import CancelledError, EngineError
-from extension.library import Library, State
+from extension.library import Library
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
 from extension.progress import CancelToken

@@ -16,9 +16,10 @@ import pytest
 
 from extension import files, serving
 from extension.building import WORK_PREFIX, BuildRequest, build_engine
+from extension.engine_state import State
 from extension.errors import EngineError, EngineRoomError, OutputError, SettingError, WorkerError
 from extension.files import atomic_write, child_folder, ensure_folder, replace_file, sweep
-from extension.library import Library, State
+from extension.library import Library
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool

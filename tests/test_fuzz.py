@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from extension.building import build_engine
 from extension.checkpoint import open_checkpoint
+from extension.engine_state import State
 from extension.errors import EngineRoomError
 from extension.kernel_cache import KernelCache
-from extension.library import Library, State
+from extension.library import Library
 from extension.lora import read_lora
 from extension.synthetic import random_unet
 from extension.synthetic_lora import make_lora

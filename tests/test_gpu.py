@@ -21,8 +21,9 @@ from extension.doctor import diagnose
 from extension.driver import driver_version, gpus
 from extension.engine.scratch import free_scratch, scratch_of
 from extension.engine.torch_graph import TorchGraphEngine
+from extension.engine_state import State
 from extension.errors import EngineRoomError
-from extension.library import Library, State
+from extension.library import Library
 from extension.ops_torch import TorchUNet
 from extension.pace import WINDOW
 from extension.parity import MOST_LIMIT, check

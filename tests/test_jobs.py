@@ -16,6 +16,7 @@ import pytest
 
 from extension.building import WORK_PREFIX, BuildRequest, build_engine
 from extension.engine import get_backend
+from extension.engine_state import State
 from extension.errors import (
     CancelledError,
     EngineRoomError,
@@ -26,7 +27,7 @@ from extension.errors import (
 )
 from extension.jobs import WORKER, Limits, WorkerSetup, run_job
 from extension.key import EngineKey
-from extension.library import Library, State
+from extension.library import Library
 from extension.progress import CancelToken
 from extension.shapes import Shape
 from tests.support_models import SMALL

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from extension.engine_state import Machine, State
 from extension.errors import LibraryError
 from extension.key import EngineKey, check_stem
-from extension.library import Library, Machine, State
+from extension.library import Library
 from extension.manifest import Manifest, UnknownFormatError, read_manifest
 from extension.shapes import Shape
 

@@ -9,8 +9,9 @@ import torch
 
 from extension.building import BuildRequest, build_engine
 from extension.engine import get_backend
+from extension.engine_state import State
 from extension.errors import EngineError, ParityError
-from extension.library import Library, State
+from extension.library import Library
 from extension.ops_torch import TorchUNet
 from extension.routed import RoutedUNet
 from extension.router import Reason

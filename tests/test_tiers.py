@@ -17,6 +17,7 @@ from extension import pace
 from extension.building import WORK_PREFIX, shortage
 from extension.contest import HOST, kind_of
 from extension.engine.scratch import Scratch
+from extension.engine_state import State
 from extension.errors import (
     BuildError,
     CancelledError,
@@ -27,7 +28,7 @@ from extension.errors import (
     WorkerError,
 )
 from extension.failure_record import FILE_NAME
-from extension.library import Library, State
+from extension.library import Library
 from extension.memory import hwc8_bytes
 from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool

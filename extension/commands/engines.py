@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..baking import bake_model
+from ..engine_state import State
 from ..errors import LibraryError, SettingError
-from ..library import Entry, Library, State
+from ..library import Entry, Library
 from ..model import Model
 from ..serving import build_shared, facts, load_engine, verify
 from . import common

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..architecture import Architecture
 from ..doctor import HostFacts
+from ..engine_state import State
 from ..errors import EngineRoomError, SettingError
-from ..library import State
 from ..machine import machine_of
 from ..memory import hwc8_bytes, parameter_bytes
 from ..progress import Progress

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ...architecture import Architecture
 from ...baking import UNKNOWN
 from ...binding import TORCH_DTYPES
+from ...engine_state import State
 from ...errors import EngineError, LibraryError, SettingError, UnsupportedModelError
-from ...library import Entry, State
+from ...library import Entry
 from ...machine import machine_of
 from ...memory import parameter_bytes
 from ...patcher_calls import active_features, read_control
