@@ -1,7 +1,8 @@
 """``python -m benchmarks``: every benchmark in turn, then the README's tables from the results.
 
-Each runs in a process of its own, on a GPU that is otherwise idle. ComfyUI's runs where
-COMFYUI_ROOT or ~/ComfyUI is a checkout whose packages this Python has.
+Each runs in a process of its own, on a GPU that is otherwise idle. ComfyUI's run where
+COMFYUI_ROOT or ~/ComfyUI is a checkout whose packages this Python has; Forge's where a checkout
+with an environment of its own is found, as its tests find it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support_hosts import find_host
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = Path("build/benchmarks")
@@ -29,6 +32,8 @@ def commands() -> Iterator[list[str]]:
         yield ["-m", "extension", "make-lora", lora, "--size", "full"]
         for name in ("benchmarks.comfyui", "benchmarks.first_pictures"):
             yield ["-m", name, "--checkpoint", checkpoint, "--lora", lora]
+    if find_host("forge")[0] is not None:
+        yield ["-m", "benchmarks.webui"]
     yield ["-m", "benchmarks.report"]
 
 

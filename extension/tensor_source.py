@@ -114,7 +114,8 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
             f"'{path.name}' is an HTML page.", hint="The download failed; download it again."
         )
     try:
-        obj = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        # torch 2.1 maps files by name only
+        obj = torch.load(str(path), map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:
         raise _pickle_error(path, error) from error
     for key in ("state_dict", "module", "model"):

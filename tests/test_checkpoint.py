@@ -57,6 +57,22 @@ def test_pickles_without_code(tmp_path, suffix, nested, zipped):
         same(checkpoint, WEIGHTS)
 
 
+def test_pickles_are_opened_as_torch_2_1_opens_them(tmp_path, monkeypatch):
+    """It maps a file only where it is given a name."""
+
+    def old(file, *, mmap=False, **settings):
+        if mmap and not isinstance(file, str):
+            raise ValueError("f must be a string filename in order to use mmap argument")
+        return load(file, mmap=mmap, **settings)
+
+    load = torch.load
+    monkeypatch.setattr(torch, "load", old)
+    path = tmp_path / "m.ckpt"
+    torch.save({f"model.diffusion_model.{n}": t for n, t in WEIGHTS.items()}, path)
+    with open_checkpoint(path) as checkpoint:
+        same(checkpoint, WEIGHTS)
+
+
 class Payload:
     def __reduce__(self):
         return (open, ("/tmp/engine-room-was-here", "w"))

@@ -57,6 +57,7 @@ def test_the_plot_shows_every_peer(tmp_path):
 
 def test_every_benchmark_is_started(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("COMFYUI_ROOT", str(tmp_path))
+    monkeypatch.setattr(every, "find_host", lambda name: (object(), ""))
     named = {command[1].split(".")[1] for command in every.commands() if "." in command[1]}
     texts = {path.stem: path.read_text() for path in README.parent.glob("benchmarks/*.py")}
     assert named == {
