@@ -290,8 +290,10 @@ def test_an_instant_engine_replays_the_torch_unet(tmp_path):
         for which, weights in enumerate((first, second)):
             unet.set_weights(weights, epoch=which)
             for _ in range(4):
+                manager.pool.pace.rest()  # comparing is no part of a step
                 assert relative_l2(unet(*args), exacts[which]) <= TOLERANCE
     second["out.2.bias"].add_(1)
+    manager.pool.pace.rest()
     assert relative_l2(unet(*args), exact(second, args)) <= TOLERANCE
     (held,) = manager.pool.candidates()
     assert manager.pool.nbytes >= manager.pool.use(held.stem).engine.activation_bytes > 0
@@ -312,7 +314,7 @@ def test_instant_engines_leave_no_memory():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         used.append(torch.cuda.memory_reserved(DEVICE))
-    assert used[-1] == used[1], used
+    assert used[-1] <= used[1], used
 
 
 def test_copies_that_do_not_fit_go_to_the_host(engines, entries, target):
