@@ -9,6 +9,7 @@ are compared before times are shown. Takes the checkout from the variable of the
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import torch
 
 from extension.accuracy import relative_l2
 from extension.architecture import FULL
+from extension.packages import python_tag
 from extension.synthetic import FAMILIES, make_checkpoint
 from extension.synthetic_lora import make_lora
 from tests.support_hosts import find_host
@@ -34,6 +36,20 @@ PROMPT = "a lighthouse on a cliff at dusk, oil painting"
 LORA = "<lora:lora:0.8>"
 
 
+def link_tensorrt(packages: Path) -> None:
+    """Put this environment's TensorRT-RTX, if any, into a host's private folder.
+
+    The host's Python must be of this one's version.
+    """
+    spec = importlib.util.find_spec("tensorrt_rtx")
+    if spec is None or spec.origin is None:
+        return
+    folder = packages / f"tensorrt-{python_tag()}-tensorrt_rtx-linked"
+    folder.mkdir(parents=True)
+    for part in Path(spec.origin).parent.parent.glob("tensorrt_rtx*"):
+        (folder / part.name).symlink_to(part)
+
+
 class Host(WebuiServer):
     """A server of this benchmark, with the latent, infotext and seconds of a picture."""
 
@@ -43,6 +59,7 @@ class Host(WebuiServer):
             sys.exit(reason)
         device = GPU_FLAGS[name] if torch.cuda.is_available() else None
         super().__init__(name, checkout, base, device=device)
+        link_tensorrt(base / "packages")
         self.job = {"width": args.size, "height": args.size, "steps": args.steps}
         make_checkpoint(
             base / "models/Stable-diffusion/a.safetensors", family=args.family, size="full"

@@ -86,9 +86,10 @@ class TierManager:
         """
         policy = policy or self.settings.policy
         timed = host_is_timed(self.pool, call)
-        if timed and self.settings.instant and policy != "wait" and INSTANT in call.modes:
-            self.instant.miss(arch, call)
         found = self._job_of(arch, call) if "shared" in call.modes else None
+        waits = policy == "wait" and found is not None and found[1].stem not in self.failed
+        if timed and self.settings.instant and not waits and INSTANT in call.modes:
+            self.instant.miss(arch, call)
         if found is None:
             return False
         job, key = found

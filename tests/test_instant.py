@@ -143,6 +143,29 @@ def test_without_any_backend(scene, monkeypatch):
     assert "No TensorRT here." in scene.tiers.unable
 
 
+@pytest.mark.parametrize("fault", ["no backend", "no build", "asked for alone"])
+def test_who_would_wait_for_a_build_is_served_where_none_can_be_had(tmp_path, monkeypatch, fault):
+    def failing(*args, **settings):
+        raise MissingPackageError("No TensorRT here.")
+
+    scene = Scene(tmp_path, policy="wait")
+    if fault == "no backend":
+        monkeypatch.setattr("extension.tiers.target_of", failing)
+    elif fault == "no build":
+        monkeypatch.setattr("extension.tiers.build_engine", failing)
+    else:
+        scene.unet.modes = ("instant",)
+    assert "instant" in [scene.call() for _ in range(4)]
+    assert scene.call() == "instant"
+    assert scene.tiers.library.entries() == []
+
+
+def test_who_waits_for_a_build_gets_it_at_once(tmp_path):
+    scene = Scene(tmp_path, policy="wait")
+    assert [scene.call() for _ in range(3)] == ["built"] * 3
+    assert len(scene.pool.candidates()) == 1
+
+
 def test_too_little_memory_is_said_and_not_tried_again(scene, monkeypatch):
     monkeypatch.setattr(instant, "free_bytes", lambda device: 10_000_000)
     monkeypatch.setattr(instant, "instant_bytes", lambda *args: 7_000_000)
