@@ -25,15 +25,17 @@ REQUIREMENTS = ("requirements_versions.txt", "requirements.txt")
 OPTIONAL = {"torchaudio"}
 # Prints the packages of its arguments that are not, or not wholly, in its environment.
 INSTALLED = """
-import sys
+import csv, sys
 from importlib import metadata
 
 def whole(name):
     try:
-        files = metadata.distribution(name).files or ()
+        found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return False
-    return all(file.suffix != ".py" or file.locate().exists() for file in files)
+    # Its attribute "files" leaves out what is missing, from Python 3.12 on.
+    rows = csv.reader((found.read_text("RECORD") or "").splitlines())
+    return all(found.locate_file(row[0]).exists() for row in rows if row[0].endswith(".py"))
 
 print(*[name for name in sys.argv[1:] if not whole(name)])
 """
