@@ -33,7 +33,7 @@ from extension.onnx_export import export_pair
 from extension.onnx_graph import ExternalTensor, ExternalWeights, emit_graph
 from extension.ops_onnx import Dim, OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs
+from extension.parity import cast_inputs, random_inputs
 from extension.safetensors_file import read_header
 from extension.shapes import Shape
 from extension.synthetic import random_unet
@@ -186,7 +186,7 @@ def measure(variant: str, arch: Architecture, shape: Shape, pair: Path, pipe: Co
         binding = Binding(engine, device)  # holds the copies
         binding.refresh(weights, epoch=0)
         inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)
-        half = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
+        half = cast_inputs(inputs, torch.float16)
         expected = run_unet(TorchUNet(arch, weights), inputs)
         row: dict[str, Any] = {"error": relative_l2(engine.run(half), expected)}
         row |= {"build_seconds": round(seconds, 1), "weight_inputs": len(engine.weights)}

@@ -29,7 +29,7 @@ from extension.engine.interface import BuildSpec
 from extension.errors import EngineRoomError
 from extension.ops_onnx import OnnxOps, Value
 from extension.ops_torch import TorchUNet
-from extension.parity import random_inputs, strong_weights
+from extension.parity import cast_inputs, random_inputs, strong_weights
 from extension.shapes import Shape
 
 from .profiling import kernels
@@ -191,7 +191,7 @@ def main() -> None:
         "strong": strong_weights(arch, torch.float16, device),
     }
     inputs = random_inputs(arch, shape, 500.5, seed=3, device=device)
-    half = {n: t if n == "timesteps" else t.half() for n, t in inputs.items()}
+    half = cast_inputs(inputs, torch.float16)
     expected = {k: run_unet(TorchUNet(arch, w), inputs) for k, w in sources.items()}
     rows, peers = {}, {}
     rows["torch fp16"] = {

@@ -30,7 +30,7 @@ from extension.library import Entry, Library
 from extension.memory import instant_bytes
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
-from extension.parity import MOST_LIMIT, check, random_inputs
+from extension.parity import MOST_LIMIT, cast_inputs, check, random_inputs
 from extension.router import Plan
 from extension.serving import Target
 from extension.shapes import Shape
@@ -63,7 +63,7 @@ def half_weights(arch: Architecture, place: torch.device, seed: int = 0) -> dict
 def half_inputs(arch: Architecture, shape: Shape, place: torch.device) -> dict[str, Tensor]:
     """Inputs of one call by engine name; all but the timesteps in fp16."""
     inputs = random_inputs(arch, shape, 500.5, seed=3, device=place)
-    return {name: t if name == "timesteps" else t.half() for name, t in inputs.items()}
+    return cast_inputs(inputs, torch.float16)
 
 
 class Bench:

@@ -82,6 +82,11 @@ def random_inputs(
     return inputs
 
 
+def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The inputs of an engine of this dtype; timesteps stay in fp32."""
+    return {name: t if name == "timesteps" else t.to(dtype) for name, t in inputs.items()}
+
+
 def strong_weights(
     arch: Architecture, dtype: torch.dtype, device: torch.device, *, seed: int = 0
 ) -> dict[str, Tensor]:

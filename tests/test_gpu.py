@@ -26,7 +26,7 @@ from extension.errors import EngineRoomError
 from extension.library import Library
 from extension.ops_torch import TorchUNet
 from extension.pace import WINDOW
-from extension.parity import MOST_LIMIT, check
+from extension.parity import MOST_LIMIT, cast_inputs, check
 from extension.pool import EnginePool
 from extension.progress import CancelToken
 from extension.routed import RoutedUNet
@@ -109,7 +109,7 @@ def on_gpu(weights, dtype=torch.float16):
 
 def arguments(shape=SHAPE, seed=1, dtype=torch.float16):
     inputs = {n: t.to(DEVICE) for n, t in random_inputs(ARCH, shape, seed).items()}
-    half = {n: t if n == "timesteps" else t.to(dtype) for n, t in inputs.items()}
+    half = cast_inputs(inputs, dtype)
     return [half[n] for n in ("x", "timesteps", "context")] + [None, control_of(half)]
 
 

@@ -20,7 +20,7 @@ from ..errors import EngineRoomError, SettingError
 from ..library import Library
 from ..model import Model
 from ..ops_torch import TorchUNet
-from ..parity import limit_for, random_inputs
+from ..parity import cast_inputs, limit_for, random_inputs
 from ..serving import Target, build_shared, host_unet, serve_with
 from ..shapes import Shape
 from ..speed import Speed, record
@@ -97,7 +97,7 @@ def _contenders(
     inputs = random_inputs(arch.for_shape(shape), shape, 500.0, seed=0, device=place)
     with torch.no_grad():
         expected = run_unet(TorchUNet(arch, weights), inputs)
-    cast = {n: t if n == "timesteps" else t.to(target.torch_dtype) for n, t in inputs.items()}
+    cast = cast_inputs(inputs, target.torch_dtype)
     plain = Contender(TORCH, lambda: run_unet(host_unet(arch, weights, target), cast))
     found = [plain]
     builds: dict[str, Callable[[], Any]] = {
