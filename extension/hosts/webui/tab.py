@@ -20,7 +20,6 @@ from ...serving import Target
 from ...shapes import Shape
 from ...ui.drawing import DrawJob, Drawn
 from ...ui.facts import LiveModel
-from ...ui.tab import Tab
 from ...wanted import Job
 from . import api, drawing, hooks, room
 
@@ -135,6 +134,8 @@ def tabs() -> list[Any]:
     """For ``on_ui_tabs``: (blocks, title, element id)."""
     try:
         import gradio
+
+        from ...ui.tab import Tab
 
         return [(Tab(WebuiHost(), gradio).build(), "Build TRT engine", "engine_room")]
     except (EngineRoomError, ImportError, AttributeError, TypeError):
