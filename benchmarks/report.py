@@ -17,6 +17,7 @@ CASES = {
     "sd15-512-b2": "SD1.5 512x512, batch 2",
     "sdxl-1024-b2": "SDXL 1024x1024, batch 2",
 }
+WEBUI_CASES = {"sd15-512": "SD1.5 512x512", "sdxl-1024": "SDXL 1024x1024"}
 GRAPH = "eager + CUDA graph (instant tier)"
 PICTURES = {
     "host": "ComfyUI alone",
@@ -118,6 +119,21 @@ def _pictures(result: Result) -> Iterator[tuple[str, ...]]:
         )
 
 
+def webui(results: Mapping[str, Result]) -> str:
+    """Seconds of a whole picture in a WebUI host, alone and with an engine; results by title."""
+    return _table(
+        "| | host alone, s (95 %) | shared engine, s (95 %) | times faster |",
+        "| --- | --- | --- | --- |",
+        (_webui(title, result) for title, result in results.items()),
+    )
+
+
+def _webui(title: str, result: Result) -> tuple[str, ...]:
+    times = (result["seconds_per_picture"][name] for name in ("host", "engine"))
+    spans = (f"{t['median']:.2f} ({t['low']:.2f} to {t['high']:.2f})" for t in times)
+    return (title, *spans, f"{result['ratio']:.1f}")
+
+
 def _table(head: str, rule: str, rows: Iterator[tuple[str, ...]]) -> str:
     return "\n".join([head, rule, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -144,6 +160,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "starts": starts(cases),
         "checks": checks(cases),
         "pictures": pictures(load("comfyui-512", folder)),
+        "webui": webui({t: load(f"webui-forge-{case}", folder) for case, t in WEBUI_CASES.items()}),
     }
 
 

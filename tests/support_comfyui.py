@@ -158,6 +158,17 @@ NODE_CLASS_MAPPINGS = {"ProbeModel": Model,
 """
 
 
+def has_database(checkout) -> bool:
+    """Whether this version keeps a database (0.3.41 and later), which must not be the user's."""
+    return "--database-url" in (checkout.root / "comfy/cli_args.py").read_text("utf-8")
+
+
+def overrides_attention(checkout) -> bool:
+    """Whether this version lets a patch replace the attention of every block."""
+    source = (checkout.root / "comfy/ldm/modules/attention.py").read_text("utf-8")
+    return "optimized_attention_override" in source
+
+
 class ComfyServer:
     """One server process over a base folder of its own."""
 
@@ -177,7 +188,9 @@ class ComfyServer:
         """Start and wait until it answers."""
         command = [str(self.checkout.python), "main.py", "--cpu", "--listen", "127.0.0.1",
                    "--port", str(self.port), "--base-directory", str(self.base),
-                   "--database-url", f"sqlite:///{self.base}/c.db", "--force-fp32"]  # fmt: skip
+                   "--force-fp32"]  # fmt: skip
+        if has_database(self.checkout):
+            command += ["--database-url", f"sqlite:///{self.base}/c.db"]
         env = {**os.environ, "ENGINE_ROOM_PACKAGES": str(self.base / "packages"),
                "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
         with self.log.open("ab") as log:
