@@ -22,8 +22,10 @@ from tests.support_hosts import ROOT, require_host
 from tests.support_webui import WebuiServer, distance, write_models
 from tests.test_comfyui import WAIT, graph
 
+# Each takes minutes where other tests keep the processor busy.
+pytestmark = pytest.mark.timeout(1500)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PATIENCE = 60.0
+PATIENCE = 300.0  # a build, of low priority: seconds alone, minutes beside other hosts and browsers
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +39,15 @@ def browser():
         chromium.close()
 
 
-def until(condition, what):
-    """The first true value of ``condition``."""
+def until(condition, what, instead=lambda: ""):
+    """The first true value of ``condition``; what there is ``instead`` is told."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found = condition()
         if found:
             return found
         time.sleep(0.1)
-    raise AssertionError(f"{what} did not happen")
+    raise AssertionError(f"{what} did not happen {instead()}".strip())
 
 
 @pytest.mark.parametrize("name", ["a1111", "forge"])
@@ -111,11 +113,16 @@ def compare_and_bake(page, server):
     (baked,) = [engine for engine in engines if engine["key"]["weights"] == "baked"]
     job = {"width": 64, "height": 72, "steps": 30}
     reference, _ = server.draw("off", prompt="a boat <lora:loha:0.8>", **job)
-    engine, infotext = server.draw("never", prompt="a boat <lora:loha:0.8>", **job)
-    assert distance(engine, reference) <= 1e-3
-    assert "30 of 30 UNet calls" in infotext
-    loaded = [e["id"] for e in server.get("/engine-room/status")["engines"] if e["loaded"]]
-    assert baked["id"] in loaded
+
+    def drawn_by_the_baked_engine():
+        engine, infotext = server.draw("never", prompt="a boat <lora:loha:0.8>", **job)
+        assert distance(engine, reference) <= 1e-3
+        assert "30 of 30 UNet calls" in infotext
+        engines = server.get("/engine-room/status")["engines"]
+        return any(e["loaded"] for e in engines if e["id"] == baked["id"])
+
+    # An engine is opened beside the sampling loop, so that on a busy machine another draws first.
+    until(drawn_by_the_baked_engine, "a picture by the baked engine")
     server.draw("never", prompt="a boat <lora:loha:0.4>", **job)
 
 
@@ -153,7 +160,7 @@ def page_of_our_own(request, models, tmp_path):
 
 
 def said(page, words, where="#engine_room_progress"):
-    until(lambda: words in page.inner_text(where), f"'{words}'")
+    until(lambda: words in page.inner_text(where), f"'{words}'", lambda: page.inner_text(where))
 
 
 def test_the_tab_without_a_host(browser, page_of_our_own, tmp_path):
