@@ -9,7 +9,7 @@ import platform
 import sys
 from dataclasses import dataclass
 
-from .driver import driver_version, gpus
+from .driver import driver_cuda, gpus
 from .errors import UnsupportedMachineError
 from .machine import RTX_CAPABILITIES
 
@@ -57,7 +57,7 @@ def surroundings() -> Surroundings:
         processor=platform.machine(),
         python=sys.version_info[:2],
         torch_cuda=_torch_cuda(),
-        driver_cuda=driver_version(),
+        driver_cuda=driver_cuda(),
         gpu=found[0].name if found else "",
         capability=found[0].capability if found else "",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .engine.interface import Engine, TensorSpec
-from .errors import EngineError
+from .errors import EngineError, MemoryShortError
 
 ALIGNMENT = 256
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -142,12 +142,16 @@ class Binding:
         or the tensor behind them, changed.
 
         Raises:
-            EngineError: a weight is missing or has another shape, or copies exceed the budget;
-                the engine is then unbound and must not run.
+            EngineError: a weight is missing or has another shape; the engine must not run.
+            MemoryShortError: copies exceed the budget; none is kept.
         """
         snapshot, self._state.snapshot = self._state.snapshot, None
         if snapshot is None or not snapshot.holds(weights, epoch):
-            report = self._bind(weights, epoch)
+            try:
+                report = self._bind(weights, epoch)
+            except (MemoryShortError, torch.cuda.OutOfMemoryError):
+                self.release()
+                raise
             snapshot = _Snapshot(self._state.seen, epoch, replace(report, changed=0))
             self._state.snapshot = snapshot
             return report
@@ -212,7 +216,7 @@ class Binding:
             return
         size = torch.Size(spec.shape).numel() * TORCH_DTYPES[spec.dtype].itemsize
         if self.staged_bytes + size > self.staging_budget:
-            raise EngineError(
+            raise MemoryShortError(
                 f"Copies of the weights would exceed the {self.staging_budget / 1e6:.0f} MB "
                 f"allowed for them, at '{name}'.",
                 hint="Raise the staging budget, or keep the model in the engine's precision.",

@@ -23,7 +23,7 @@ from .files import (
 from .jobs import Limits, WorkerSetup, run_job
 from .key import EngineKey
 from .library import Entry, Library
-from .machine import can_build_ahead
+from .machine import needs_no_gpu
 from .manifest import Manifest
 from .memory import free_ram
 from .packages import worker_folders
@@ -113,7 +113,7 @@ def _build(
         "expected_seconds": history.expect(*facts),
     }
     setup = setup or WorkerSetup(
-        packages=worker_folders(key.backend), hide_gpu=can_build_ahead(key.capabilities)
+        packages=worker_folders(key.backend), hide_gpu=needs_no_gpu(key.backend, key.capabilities)
     )
     result = run_job(job, on_progress=on_progress, cancel=cancel, limits=limits, setup=setup)
     cancel.raise_if_cancelled()

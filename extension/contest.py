@@ -94,6 +94,8 @@ def set_aside(pool: EnginePool, plan: Plan, reason: Reason, text: str) -> Host:
     """Keep the engines of a plan out of service, which is logged once; the host serves."""
     names = ", ".join(sorted({part.stem for part in plan.parts}))
     fallen = [part for part in plan.parts if pool.set_aside(part.stem, text)]
+    if reason is Reason.MEMORY:
+        pool.lacking.update(part.stem for part in plan.parts)
     if fallen:
         logger.warning("Engine %s is set aside: %s. The host serves.", names, text)
     return Host(reason=reason, text=f"engine {names}: {text}")

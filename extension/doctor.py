@@ -14,14 +14,14 @@ import torch
 from . import __version__, packages
 from .architecture import TINY
 from .backend_choice import choose, surroundings
-from .driver import driver_version, gpus
+from .driver import driver_cuda, driver_version, gpus
 from .engine import BACKENDS, get_backend
 from .engine_state import State
 from .errors import EngineRoomError
 from .jobs import Limits, WorkerSetup, run_job
 from .library import Library
 from .log import logger
-from .machine import CPU_BACKEND, can_build_ahead, machine_of
+from .machine import CPU_BACKEND, machine_of, needs_no_gpu
 from .parity import check
 from .worker_tasks import SELFTEST_ENGINE, SELFTEST_SHAPE
 
@@ -119,14 +119,14 @@ def _words(value: Any) -> str:
 
 
 def _versions(device: str) -> dict[str, Any]:
-    driver = driver_version()
+    driver = driver_cuda()
     return {
         "engine room": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "torch": torch.__version__,
         "gpus": [f"{gpu.name} (compute capability {gpu.capability})" for gpu in gpus()],
-        "driver": f"CUDA {driver}" if driver else "none",
+        "driver": f"{driver_version()} (CUDA {driver})" if driver else "none",
         "device": device,
     }
 
@@ -159,7 +159,7 @@ def _selftest(name: str, device: str) -> str:
     runs = name == CPU_BACKEND or device != "cpu"
     capability = machine_of(place).capability if runs else FALLBACK_CAPABILITY
     setup = WorkerSetup(
-        packages=packages.worker_folders(name), hide_gpu=can_build_ahead((capability,))
+        packages=packages.worker_folders(name), hide_gpu=needs_no_gpu(name, (capability,))
     )
     with tempfile.TemporaryDirectory(prefix="engine-room-") as folder:
         job = {

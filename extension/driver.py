@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -18,7 +19,22 @@ class Gpu:
     capability: str
 
 
+@lru_cache(maxsize=1)
 def driver_version() -> str:
+    """The driver's own version, such as ``580.95.05``; that of its CUDA where it is not told."""
+    version = ctypes.create_string_buffer(80)
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    except OSError:
+        return driver_cuda()
+    if nvml.nvmlInit_v2():
+        return driver_cuda()
+    failed = nvml.nvmlSystemGetDriverVersion(version, len(version))
+    nvml.nvmlShutdown()
+    return driver_cuda() if failed else version.value.decode("ascii", "replace")
+
+
+def driver_cuda() -> str:
     """The CUDA version that the driver supports, such as ``13.0``; empty without a driver."""
     driver, number = _driver(), ctypes.c_int()
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)):

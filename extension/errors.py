@@ -128,6 +128,10 @@ class EngineError(EngineRoomError):
     exit_code = 9
 
 
+class MemoryShortError(EngineError):
+    """There is too little GPU memory for an engine, or for the copies of weights that it reads."""
+
+
 class LibraryError(EngineRoomError):
     """An entry of the engine library is missing, damaged or in use."""
 

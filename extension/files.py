@@ -17,7 +17,7 @@ from typing import BinaryIO
 from .errors import LibraryError, MissingPackageError, OutputError, SettingError
 
 CHUNK = 1 << 20
-TEMPORARY_SUFFIX = ".tmp"
+TEMPORARY_SUFFIX = ".engine-room.tmp"
 WINDOWS = sys.platform == "win32"
 LONGEST_FOLDER = 200  # of Windows' 260 characters; the longest of our files takes 50
 LONGEST_NAME = 100

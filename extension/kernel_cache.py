@@ -37,8 +37,11 @@ class KernelCache:
         digest, body = data[:DIGEST], data[DIGEST:]
         return body if hashlib.sha256(body).digest() == digest else b""
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, *, instead: bytes = b"") -> None:
         """Keep ``body`` unless it is shorter than what another program has kept meanwhile.
+
+        Args:
+            instead: what the backend refused, if that is why there is a new body.
 
         A failure to write is logged: it costs time at the next start, no more.
         """
@@ -46,7 +49,8 @@ class KernelCache:
             return
         try:
             with lock(self.path.with_suffix(".lock"), wait=WAIT_SECONDS):
-                if len(body) > len(self.read()):
+                kept = self.read()
+                if len(body) > len(kept) or (instead and kept == instead):
                     atomic_write(self.path, hashlib.sha256(body).digest() + body)
         except EngineRoomError as error:
             logger.debug("The kernel cache was not saved: %s", error)

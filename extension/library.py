@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ class Library:
         Returns:
             The stems that were deleted.
         """
-        entries = sorted(self.entries(), key=lambda entry: entry.last_used)
+        entries = sorted(self.entries(), key=_latest)
         total, removed = sum(entry.bytes_on_disk for entry in entries), []
         for entry in entries:
             if total <= budget:
@@ -275,3 +276,12 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() and not path.is_symlink() else None
     except OSError:
         return None
+
+
+def _latest(entry: Entry) -> float:
+    """When an engine was used last or, if later, made: a new one has not been used yet."""
+    made = entry.manifest.created if entry.manifest else ""
+    try:
+        return max(entry.last_used, datetime.fromisoformat(made).timestamp())
+    except ValueError:
+        return entry.last_used

@@ -7,7 +7,7 @@ from functools import lru_cache
 from .driver import driver_version
 from .engine import BACKENDS, get_backend
 from .engine_state import Machine
-from .errors import EngineRoomError, MissingPackageError
+from .errors import EngineRoomError, MissingPackageError, UnsupportedMachineError
 from .packages import install_command
 
 CPU_BACKEND = "onnxruntime"
@@ -27,11 +27,20 @@ def backend_versions() -> dict[str, str]:
 
 
 def machine_of(device: str) -> Machine:
-    """The facts that an engine on ``device`` (``cpu``, ``cuda:0``) depends on."""
+    """The facts that an engine on ``device`` (``cpu``, ``cuda:0``) depends on.
+
+    Raises:
+        UnsupportedMachineError: any other kind of device, or an AMD GPU.
+    """
     import torch
 
     if device == "cpu":
         return Machine(backends=backend_versions())
+    if not device.startswith("cuda") or torch.version.hip:
+        raise UnsupportedMachineError(
+            f"Engines run on NVIDIA GPUs; this host draws on '{device}'.",
+            hint="The host goes on as it is.",
+        )
     major, minor = torch.cuda.get_device_capability(device)
     return Machine(
         gpu=torch.cuda.get_device_name(device),
@@ -62,6 +71,11 @@ def default_backend(device: str) -> str:
         command = install_command()
         raise MissingPackageError.of("tensorrt-rtx", "to run engines on the GPU", command)
     return names[0]
+
+
+def needs_no_gpu(backend: str, capabilities: tuple[str, ...]) -> bool:
+    """Whether a worker builds for these without seeing the GPU: ``tensorrt`` never does."""
+    return backend != "tensorrt" and can_build_ahead(capabilities)
 
 
 def can_build_ahead(capabilities: tuple[str, ...]) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from .architecture import Architecture
+from .errors import MemoryShortError
 from .shapes import Shape
 
 # Measured on an H200, fp16, batch 2: 46 (SD1.5 at 512x512) and 30 (SDXL at 1024x1024).
 INSTANT_MAPS = 48
 HEADROOM = 1.1  # what must be free, times what is to be allocated
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B)")
+_FREE = re.compile(r"([\d.]+ [KMGT]?i?B) (?:is )?free")
 
 
 def free_bytes(device: str) -> int:
@@ -19,6 +24,30 @@ def free_bytes(device: str) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + cached)
+
+
+def require_free(device: str, needed: int) -> None:
+    """Raise MemoryShortError unless ``needed`` bytes, and some headroom, are free on ``device``.
+
+    Asked first, because Windows spills into main memory where Linux fails.
+    """
+    free = free_bytes(device)
+    if free < HEADROOM * needed:
+        raise MemoryShortError(
+            f"Not enough GPU memory: the engine needs {needed / 1e9:.2f} GB, "
+            f"{free / 1e9:.2f} GB are free.",
+            hint="Close other programs that use the GPU, or draw at a smaller size.",
+        )
+
+
+def shortfall(error: torch.cuda.OutOfMemoryError) -> str:
+    """How much GPU memory was missing, as far as torch's message tells it."""
+    text = str(error)
+    tried, free = _TRIED.search(text), _FREE.search(text)
+    if tried is None:
+        return "not enough GPU memory"
+    there = f", {free[1]} were free" if free else ""
+    return f"not enough GPU memory: {tried[1]} more were needed{there}"
 
 
 def free_ram() -> int | None:

@@ -28,7 +28,9 @@ class LoadedEngine:
     @property
     def nbytes(self) -> int:
         """Of copies of weights, and of what lies inside the engine."""
-        own = self.engine.activation_bytes if self.candidate.weights == INSTANT else 0
+        own = 0
+        if self.candidate.weights == INSTANT and self.candidate.ready:
+            own = self.engine.activation_bytes
         return self.binding.staged_bytes + max(self.resident_bytes, own)
 
 
@@ -42,12 +44,14 @@ class EnginePool:
 
     Attributes:
         pace: how long steps take, by who serves them.
+        lacking: stems that the GPU's memory was too small for.
     """
 
     def __init__(self, most: int = 6) -> None:
         self.lock = threading.RLock()
         self.most = most
         self.pace = Pace()
+        self.lacking: set[str] = set()
         self._engines: dict[str, LoadedEngine] = {}
         self._clock = 0
 
@@ -102,12 +106,18 @@ class EnginePool:
             return self._engines[stem].used
 
     def set_aside(self, stem: str, why: str) -> bool:
-        """Keep an engine out of service until it is added again; False where it was already."""
+        """Keep an engine out of service until it is added again; False where it was already.
+
+        The host that serves in its place gets all the memory that it held.
+        """
         with self.lock:
             entry = self._engines.get(stem)
             if entry is None or not entry.candidate.ready:
                 return False
             entry.candidate = replace(entry.candidate, ready=False, problem=why)
+            entry.resident_bytes = 0
+            entry.binding.release()
+            entry.engine.close()
             return True
 
     def remove(self, stem: str) -> bool:

@@ -19,7 +19,12 @@ from .backend_choice import choose, surroundings
 from .baking import LiveFingerprint
 from .binding import TORCH_DTYPES
 from .engine_state import State
-from .errors import CancelledError, EngineRoomError, UnsupportedModelError
+from .errors import (
+    CancelledError,
+    EngineRoomError,
+    UnsupportedMachineError,
+    UnsupportedModelError,
+)
 from .library import Entry, Library
 from .live import LiveWeights, live_architecture
 from .log import logger
@@ -94,9 +99,11 @@ class ServedModel:
         precision = self.precision or DTYPE_NAMES.get(x.dtype, "")
         if (epoch, precision) != self._checked:
             self.weights.refresh()
-            self._problem = self.weights.problem(x.device)
+            self._problem = _unsupported(x.device) or self.weights.problem(x.device)
             self._checked = (epoch, precision)
-            self._baked = self._room.baked(self.require(), str(x.device), precision)
+            self._baked = []
+            if not self._problem:
+                self._baked = self._room.baked(self.require(), str(x.device), precision)
         if self._problem:
             self.routed.count_host(Reason.WEIGHTS, self._problem)
             return None
@@ -290,6 +297,15 @@ def attempt(serve: Callable[[], Tensor | None]) -> Tensor | None:
     except Exception:
         logger.exception("A call went to the host: Engine Room failed.")
         return None
+
+
+def _unsupported(device: torch.device) -> str:
+    """Why engines cannot run on ``device`` at all; empty where they can."""
+    try:
+        machine_of(str(device))
+    except UnsupportedMachineError as error:
+        return error.message
+    return ""
 
 
 def _no_host(*args: Any) -> Tensor:

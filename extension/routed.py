@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,8 +14,9 @@ from .binding import BindingReport
 from .contest import against_host, choose, kind_of, server_of, set_aside
 from .dispatch import engine_inputs, serve
 from .engine.interface import Engine
-from .errors import EngineRoomError
-from .pool import EnginePool
+from .errors import EngineRoomError, MemoryShortError
+from .memory import shortfall
+from .pool import EnginePool, LoadedEngine
 from .router import INSTANT, Call, Candidate, Counters, Host, Plan, Reason, route
 from .shapes import Shape
 from .unet import Control
@@ -29,6 +30,7 @@ MISSING = (
     Reason.TOKENS,
     Reason.CONTROL,
     Reason.WEIGHTS,
+    Reason.NOT_READY,
 )
 UNetCall = Callable[..., Tensor]
 Result = TypeVar("Result")
@@ -214,15 +216,9 @@ class RoutedUNet:
             loaded = {part.stem: self.pool.use(part.stem) for part in plan.parts}
         except KeyError:
             return Host(reason=Reason.NOT_READY, text="the engine was just unloaded"), None
-        epoch = (self._identity, self.epoch)
-        try:
-            for entry in loaded.values():
-                self.last_binding = entry.binding.refresh(self.weights, epoch)
-        except EngineRoomError as error:
-            # The model's fault, not the engine's: others may go on with it.
-            return Host(reason=Reason.WEIGHTS, text=error.message), None
-        except torch.cuda.OutOfMemoryError as error:
-            return Host(reason=Reason.MEMORY, text=str(error).split(".")[0]), None
+        host = self._bind(plan, loaded.values())
+        if host is not None:
+            return host, None
         try:
             out = serve(plan, {stem: entry.engine for stem, entry in loaded.items()}, inputs)
             if self._watch is not None:
@@ -232,8 +228,27 @@ class RoutedUNet:
         except EngineRoomError as error:
             return set_aside(self.pool, plan, Reason.ENGINE_FAILED, error.message), None
         except torch.cuda.OutOfMemoryError as error:
-            return set_aside(self.pool, plan, Reason.MEMORY, str(error).split(".")[0]), None
+            return set_aside(self.pool, plan, Reason.MEMORY, shortfall(error)), None
+        except RuntimeError as error:
+            # Of CUDA or cuBLAS, by way of torch.
+            text = str(error).partition("\n")[0]
+            return set_aside(self.pool, plan, Reason.ENGINE_FAILED, text), None
         return plan, out
+
+    def _bind(self, plan: Plan, loaded: Iterable[LoadedEngine]) -> Host | None:
+        """Have engines read the weights as they are now; the host where that cannot be."""
+        epoch = (self._identity, self.epoch)
+        try:
+            for entry in loaded:
+                self.last_binding = entry.binding.refresh(self.weights, epoch)
+        except MemoryShortError as error:
+            return set_aside(self.pool, plan, Reason.MEMORY, error.message)
+        except EngineRoomError as error:
+            # The model's fault, not the engine's: others may go on with it.
+            return Host(reason=Reason.WEIGHTS, text=error.message)
+        except torch.cuda.OutOfMemoryError as error:
+            return set_aside(self.pool, plan, Reason.MEMORY, shortfall(error))
+        return None
 
     def close(self) -> None:
         """Release every engine of the pool."""

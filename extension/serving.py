@@ -140,9 +140,10 @@ def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
     kernels = KernelCache(library.folder, target.machine.gpu, entry.key.backend_version)
     data = library.read_engine(entry.stem)
     # Hosts switch inference mode on, and buffers made in it could not be written outside.
+    kept = kernels.read()
     with turns.work(), torch.inference_mode(False):
-        engine = backend.load(data, device=target.device, cache=kernels.read())
-    kernels.write(engine.kernel_cache())
+        engine = backend.load(data, device=target.device, cache=kept)
+    kernels.write(engine.kernel_cache(), instead=kept if engine.cache_refused else b"")
     return engine
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import __version__
+from .engine_state import Machine
+from .errors import UnsupportedMachineError
 from .library import Entry
-from .machine import machine_of
+from .machine import backend_versions, machine_of
 from .room import Room
 from .serving import facts
 from .speed import in_service, recorded
@@ -14,7 +16,10 @@ from .speed import in_service, recorded
 
 def status(room: Room, device: str) -> dict[str, Any]:
     """Everything about a room as a JSON object; never raises for what is on disk."""
-    machine = machine_of(device)
+    try:
+        machine = machine_of(device)
+    except UnsupportedMachineError:
+        machine = Machine(backends=backend_versions())
     loaded = {candidate.stem for candidate in room.pool.candidates()}
     counts = room.counters.to_json()
     return {

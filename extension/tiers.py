@@ -19,14 +19,21 @@ from .architecture import Architecture
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
 from .contest import HOST, host_is_timed, kind_of_engine
+from .engine.scratch import scratch_bytes
 from .engine_state import State
-from .errors import CancelledError, EngineRoomError, LibraryError, WeightsChangedError
+from .errors import (
+    CancelledError,
+    EngineRoomError,
+    LibraryError,
+    MemoryShortError,
+    WeightsChangedError,
+)
 from .failure_record import FailureRecord, lasts
 from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library
 from .log import logger
-from .memory import HEADROOM, free_bytes, hwc8_bytes
+from .memory import HEADROOM, free_bytes, hwc8_bytes, require_free, shortfall
 from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .router import INSTANT, Call
@@ -63,6 +70,7 @@ class TierManager:
         self._record = FailureRecord(library.folder)
         self._wishes: Wishes[Job] = Wishes()
         self._jobs: dict[Hashable, tuple[Job, EngineKey] | None] = {}
+        self._formats: dict[EngineKey, EngineKey] = {}
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()
 
@@ -87,7 +95,7 @@ class TierManager:
         policy = policy or self.settings.policy
         timed = host_is_timed(self.pool, call)
         found = self._job_of(arch, call) if "shared" in call.modes else None
-        waits = policy == "wait" and found is not None and found[1].stem not in self.failed
+        waits = policy == "wait" and found is not None and not self._given_up(found[1].stem)
         if timed and self.settings.instant and not waits and INSTANT in call.modes:
             self.instant.miss(arch, call)
         if found is None:
@@ -117,6 +125,9 @@ class TierManager:
     def _job_of(self, arch: Architecture, call: Call) -> tuple[Job, EngineKey] | None:
         """The job for a call, remembered; None where no backend can serve it (said once)."""
         name = (call.architecture, call.shape, call.dtype, call.device)
+        found = self._jobs.get(name)
+        if found is not None and found[1].stem in self.pool.lacking:
+            del self._jobs[name]
         if name not in self._jobs:
             try:
                 job = Job(arch=arch, shape=call.shape, target=target_of(call))
@@ -141,8 +152,17 @@ class TierManager:
         bound = replace(copied, conv3x3_format="linear")
         if not self.settings.staging:
             return bound
-        if self.pool.holds(copied.stem) or self.pool.holds(bound.stem):
-            return copied if self.pool.holds(copied.stem) else bound
+        if copied.stem in self.pool.lacking:
+            return bound
+        # Decided once: free memory changes from call to call.
+        if copied not in self._formats:
+            self._formats[copied] = self._fitting(job, copied, bound)
+        return self._formats[copied]
+
+    def _fitting(self, job: Job, copied: EngineKey, bound: EngineKey) -> EngineKey:
+        for key in (copied, bound):
+            if self.pool.holds(key.stem):
+                return key
         room = free_bytes(job.target.device)
         return copied if room > HEADROOM * hwc8_bytes(job.arch) else bound
 
@@ -172,6 +192,10 @@ class TierManager:
             return
         if self._has_room():
             self.want(job, asked=False)
+
+    def _given_up(self, stem: str) -> bool:
+        """Whether an engine has failed, or was set aside in service."""
+        return stem in self.failed or self.pool.holds(stem)
 
     def knows(self, stem: str) -> bool:
         """Whether an engine is loaded, on its way, or has failed."""
@@ -214,6 +238,9 @@ class TierManager:
             except WeightsChangedError as error:
                 tell("cancelled", error.message)
                 return False
+            except MemoryShortError as error:
+                self._lack(key.stem, label, error.message, tell)
+                return False
             except EngineRoomError as error:
                 self.failed[key.stem] = error.message
                 if lasts(error):
@@ -222,15 +249,20 @@ class TierManager:
                 tell("failed", error.message)
                 return False
             except torch.cuda.OutOfMemoryError as error:
-                self.failed[key.stem] = "not enough GPU memory"
-                logger.warning("No engine for %s: %s. The host serves.", label, error)
-                tell("failed", "not enough GPU memory")
+                self._lack(key.stem, label, shortfall(error), tell)
                 return False
         tell("ready")
         self._record.forget(key.stem)
         self._drop_instant(key, job.target.device)
         self._trim(key.stem)
         return True
+
+    def _lack(self, stem: str, label: str, text: str, tell: Callable[[str, str], None]) -> None:
+        """Too little GPU memory for an engine: one without copies may still fit."""
+        self.failed[stem] = text
+        self.pool.lacking.add(stem)
+        logger.warning("No engine for %s: %s. The host serves.", label, text.rstrip("."))
+        tell("failed", text)
 
     def _drop_instant(self, key: EngineKey, device: str) -> None:
         """Free its memory, unless such steps can be measured: then the faster of both serves."""
@@ -267,6 +299,8 @@ class TierManager:
 
     def _load(self, job: Job, entry: Entry, cancel: CancelToken) -> None:
         target, arch = job.target, job.arch
+        baked = entry.key.weights == "baked"
+        require_free(target.device, _needed(entry))
         engine = load_engine(self.library, entry, target)
         try:
             if self.library.entry(entry.stem, target.machine).state is not State.READY:
@@ -282,7 +316,6 @@ class TierManager:
         budget = None
         if target.device != "cpu":
             budget = int(free_bytes(target.device) / HEADROOM)
-        baked = entry.key.weights == "baked"
         self.pool.add(
             candidate_of(entry, target, ready=True),
             engine,
@@ -332,6 +365,16 @@ class TierManager:
     def retry(self) -> None:
         """Forget failures that may have passed, so that engines are tried again."""
         self.failed.clear()
+        self.pool.lacking.clear()
         self.instant.retry()
         self._jobs.clear()
+        self._formats.clear()
         self.unable = ""
+
+
+def _needed(entry: Entry) -> int:
+    """Bytes of GPU memory that an engine takes on top, without copies of weights."""
+    activations = entry.manifest.activation_bytes if entry.manifest else 0
+    return max(activations - scratch_bytes(), 0) + (
+        entry.bytes_on_disk if entry.key.weights == "baked" else 0
+    )

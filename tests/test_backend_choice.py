@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from extension.backend_choice import Surroundings, choose, cuda_build, surroundings
-from extension.driver import driver_version, gpus
+from extension.driver import driver_cuda, driver_version, gpus
 from extension.errors import UnsupportedMachineError
+from extension.machine import machine_of, needs_no_gpu
 
 RTX_4090 = Surroundings(
     system="Windows",
@@ -68,7 +69,31 @@ def test_a_torch_without_cuda_takes_what_the_driver_has():
     assert cuda_build(replace(RTX_4090, torch_cuda=None, driver_cuda="")) == 13
 
 
+@pytest.mark.parametrize(
+    ("backend", "capability", "expected"),
+    [
+        ("tensorrt_rtx", "8.9", True),
+        ("tensorrt_rtx", "9.0", False),
+        ("tensorrt", "8.0", False),
+        ("tensorrt", "8.9", False),
+        ("onnxruntime", "cpu", True),
+    ],
+)
+def test_which_worker_builds_without_seeing_the_gpu(backend, capability, expected):
+    """The A100 is an 8.0, which TensorRT-RTX can name; its own backend still needs it."""
+    assert needs_no_gpu(backend, (capability,)) is expected
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "privateuseone:0"])
+def test_no_engine_runs_on_other_devices(device):
+    with pytest.raises(
+        UnsupportedMachineError, match=f"NVIDIA GPUs; this host draws on '{device}'"
+    ):
+        machine_of(device)
+
+
 def test_this_machine_is_read_without_an_error():
     machine = surroundings()
     assert bool(machine.capability) == bool(gpus())
-    assert machine.driver_cuda == driver_version()
+    assert machine.driver_cuda == driver_cuda()
+    assert bool(driver_version()) == bool(driver_cuda())

@@ -126,3 +126,41 @@ def test_merging_equals_comfyuis_own_loader(tmp_path):
         assert found.get(file, set()) <= ours, file
         if "kohya.s" in file:  # ComfyUI knows fewer of the other spellings
             assert found.get(file) == ours, file
+
+
+PARTIAL = """
+import json, torch
+import comfy.cli_args
+comfy.cli_args.args.cpu = True
+import comfy.ops
+from comfy.model_patcher import ModelPatcher
+from extension.hosts.comfy.routing import weights_epoch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.diffusion_model = torch.nn.Module()
+        self.diffusion_model.layer = comfy.ops.disable_weight_init.Linear(8, 8)
+
+cpu = torch.device("cpu")
+model = Model()
+layer = model.diffusion_model.layer
+torch.nn.init.ones_(layer.weight)
+patcher = ModelPatcher(model, cpu, cpu)
+patcher.add_patches({"diffusion_model.layer.weight": ("diff", (torch.ones(8, 8),))})
+patcher.load(cpu, full_load=True)
+patched, before = layer.weight.clone(), weights_epoch(model, 1)
+same = weights_epoch(model, 1) == before
+patcher.partially_unload(cpu, 1)
+print(json.dumps({
+    "same": same,
+    "weight_changed": not torch.equal(patched, layer.weight),
+    "told": weights_epoch(model, 1) != before,
+}))
+"""
+
+
+def test_weights_that_comfyui_takes_back_in_mid_run_are_another_epoch():
+    """To make room for another model it undoes a LoRA in the layers that it moves away."""
+    found = require_host("comfyui").run(PARTIAL)
+    assert found == {"same": True, "weight_changed": True, "told": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
@@ -192,6 +193,25 @@ def test_tensorrt_rtx_builds_without_a_gpu(tmp_path, dtype, conv_format):
     )
     assert out.stat().st_size > 10_000
     assert result.activation_bytes > 0
+
+
+def test_tensorrt_rtx_reads_a_graph_by_a_plain_name(tmp_path, monkeypatch):
+    """Windows opens no path beyond the code page, and a user's folder may be anywhere."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    read, folder = [], tmp_path / "Ünïcode モデル"
+
+    class Spy(trt.OnnxParser):
+        def parse_from_file(self, name):
+            read.append(name)
+            return super().parse_from_file(name)
+
+    monkeypatch.setattr(trt, "OnnxParser", Spy)
+    folder.mkdir()
+    before = Path.cwd()
+    out, _ = build(folder, "tensorrt_rtx", SMALL["two-levels"], capabilities=("8.9",))
+    assert out.stat().st_size > 10_000
+    assert len(read) == 1 and read[0].isascii()
+    assert Path.cwd() == before
 
 
 @pytest.mark.parametrize("name", SMALL)

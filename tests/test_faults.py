@@ -18,7 +18,14 @@ from extension import files, serving
 from extension.building import WORK_PREFIX, BuildRequest, build_engine
 from extension.engine_state import State
 from extension.errors import EngineError, EngineRoomError, OutputError, SettingError, WorkerError
-from extension.files import atomic_write, child_folder, ensure_folder, replace_file, sweep
+from extension.files import (
+    TEMPORARY_SUFFIX,
+    atomic_write,
+    child_folder,
+    ensure_folder,
+    replace_file,
+    sweep,
+)
 from extension.library import Library
 from extension.onnx_export import export_pair
 from extension.ops_torch import TorchUNet
@@ -207,12 +214,13 @@ def test_only_old_rests_are_swept(tmp_path):
     for name in (f"{WORK_PREFIX}old", f"{WORK_PREFIX}new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"x")
-    for name in (".x.tmp", "mine.txt"):
+    for name in (f".x{TEMPORARY_SUFFIX}", ".theirs.tmp", "mine.txt"):
         (tmp_path / name).write_bytes(b"x")
-    for name in (f"{WORK_PREFIX}old", ".x.tmp", "mine.txt"):
+    for name in (f"{WORK_PREFIX}old", f".x{TEMPORARY_SUFFIX}", ".theirs.tmp", "mine.txt"):
         os.utime(tmp_path / name, (0, 0))
-    sweep(tmp_path, f"{WORK_PREFIX}*", ".*.tmp")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{WORK_PREFIX}new", "mine.txt"]
+    sweep(tmp_path, f"{WORK_PREFIX}*", f".*{TEMPORARY_SUFFIX}")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{WORK_PREFIX}new", ".theirs.tmp", "mine.txt"}
 
 
 # Engines from elsewhere

@@ -18,7 +18,7 @@ from extension.baking import bake
 from extension.contest import PATIENCE, kind_of
 from extension.dispatch import engine_inputs
 from extension.doctor import diagnose
-from extension.driver import driver_version, gpus
+from extension.driver import driver_cuda, gpus
 from extension.engine.scratch import free_scratch, scratch_of
 from extension.engine.torch_graph import TorchGraphEngine
 from extension.engine_state import State
@@ -443,7 +443,7 @@ def test_the_driver_says_what_torch_says():
     name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     found = gpus()[0]
     assert (found.name, found.capability) == (name, "{}.{}".format(*capability))
-    assert float(driver_version()) >= float(torch.version.cuda)
+    assert float(driver_cuda()) >= float(torch.version.cuda)
     choice = choose(surroundings())
     assert choice.cuda in (12, 13)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -316,7 +318,8 @@ def test_the_disk_budget_takes_what_was_unused_for_longest(tmp_path):
     """Damaged times count as never used; engines in use stay, also where that breaks the budget."""
     library = Library(tmp_path)
     keys = [replace(KEY, shape=replace(KEY.shape, batch=n)) for n in range(1, 6)]
-    times = [30.0, "yesterday", 10.0, float("nan"), 20]
+    later = time.time() + 1000
+    times = [later + 30, "yesterday", later + 10, float("nan"), later + 20]
     for key, when in zip(keys, times, strict=True):
         publish(library, key)
         library.update_state(key.stem, last_used=when)
@@ -328,6 +331,19 @@ def test_the_disk_budget_takes_what_was_unused_for_longest(tmp_path):
     assert [entry.stem for entry in library.entries()] == [stems[2]]
     assert library.trim(0, keep=stems) == []
     assert library.trim(0) == [stems[2]]
+
+
+def test_a_new_engine_is_not_the_first_to_go(tmp_path):
+    """It was never used, also where another program has only just published it."""
+    library = Library(tmp_path)
+    old = replace(KEY, shape=replace(KEY.shape, batch=1))
+    for key in (old, KEY):
+        publish(library, key)
+    library.update_state(old.stem, last_used=time.time() - 1000)
+    path = library.manifest_path(old.stem)
+    long_ago = '"created": "2020-01-01T00:00:00+00:00"'
+    path.write_text(re.sub(r'"created": ?"[^"]*"', long_ago, path.read_text()))
+    assert library.trim(len(DATA)) == [old.stem]
 
 
 def test_an_engine_that_cannot_be_deleted_does_not_stop_the_others(library, monkeypatch):

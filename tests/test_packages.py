@@ -228,6 +228,18 @@ def test_kernels_are_kept_and_damage_is_nothing(tmp_path):
     assert cache.read() == b"new"
 
 
+def test_kernels_that_the_driver_refuses_are_replaced_by_fewer(tmp_path):
+    """After a step back to an older driver, every start would compile them anew."""
+    cache = KernelCache(tmp_path, "gpu", "1")
+    cache.write(b"many kernels of a newer driver")
+    kept = cache.read()
+    cache.write(b"few", instead=kept)
+    assert cache.read() == b"few"
+    cache.write(b"many kernels of another program")
+    cache.write(b"small", instead=kept)
+    assert cache.read() == b"many kernels of another program"
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     KernelCache(tmp_path / "file", "gpu", "1").write(b"kernels")

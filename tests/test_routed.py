@@ -12,6 +12,7 @@ from extension.engine import get_backend
 from extension.engine_state import State
 from extension.errors import EngineError, ParityError
 from extension.library import Library
+from extension.memory import shortfall
 from extension.ops_torch import TorchUNet
 from extension.routed import RoutedUNet
 from extension.router import Reason
@@ -153,6 +154,12 @@ def test_a_lora_change_is_no_build(library):
     assert torch.equal(served.unet(*args), a)
 
 
+NO_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of "
+    "which 512.00 MiB is free. Of the allocated memory 7.1 GiB is allocated by PyTorch."
+)
+
+
 class Broken:
     """An engine that goes wrong in one way."""
 
@@ -173,7 +180,9 @@ class Broken:
         elif self._how == "raises":
             raise EngineError("The launch failed.")
         elif self._how == "memory":
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            raise torch.cuda.OutOfMemoryError(NO_MEMORY)
+        elif self._how == "cuda":
+            raise RuntimeError("CUDA error: an illegal memory access\nCompile with ...")
         return out
 
 
@@ -184,6 +193,7 @@ class Broken:
         ("inf", Reason.NOT_FINITE),
         ("raises", Reason.ENGINE_FAILED),
         ("memory", Reason.MEMORY),
+        ("cuda", Reason.ENGINE_FAILED),
     ],
 )
 def test_an_engine_that_fails_is_set_aside_and_the_host_serves_that_very_call(library, how, reason):
@@ -195,6 +205,32 @@ def test_an_engine_that_fails_is_set_aside_and_the_host_serves_that_very_call(li
     served.call(shape)
     assert served.unet.counters.totals == (0, 2)
     assert len(served.asked) == 2
+
+
+def test_how_much_memory_was_missing_is_said(library):
+    served = Served(library, "b2", wrap=lambda engine: Broken(engine, "memory"))
+    served.call(Shape(batch=2, height=8, width=8))
+    assert "2.00 GiB more were needed, 512.00 MiB were free" in served.unet.counters.sentence
+    bare = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    assert shortfall(bare) == "not enough GPU memory"
+
+
+def test_copies_that_do_not_fit_are_given_back_and_the_host_serves(library):
+    """Half of the copies must not hold memory for an engine that can never run."""
+    served = Served(library, "b2")
+    (candidate,) = served.unet.pool.candidates()
+    engine = served.unet.pool.use(candidate.stem).engine
+    served.weights = {name: weight.double() for name, weight in served.weights.items()}
+    half = sum(4 * weight.numel() for weight in served.weights.values()) // 2
+    served.unet.pool.add(candidate, engine, staging_budget=half)
+    served.unet.set_weights(served.weights, epoch=1)
+    shape = Shape(batch=2, height=8, width=8)
+    for _ in range(2):
+        served.call(shape)
+    assert served.unet.counters.totals == (0, 2)
+    assert Reason.MEMORY.value in served.reasons()
+    assert served.unet.pool.nbytes == 0
+    assert served.unet.pool.lacking == {candidate.stem}
 
 
 def test_a_weight_that_is_gone_goes_to_the_host(library):

@@ -22,6 +22,7 @@ from extension.errors import (
     BuildError,
     CancelledError,
     EngineError,
+    MemoryShortError,
     OutputError,
     ParityError,
     SettingError,
@@ -29,7 +30,7 @@ from extension.errors import (
 )
 from extension.failure_record import FILE_NAME
 from extension.library import Library
-from extension.memory import hwc8_bytes
+from extension.memory import hwc8_bytes, require_free
 from extension.ops_torch import TorchUNet
 from extension.pool import EnginePool
 from extension.progress import CancelToken
@@ -276,11 +277,45 @@ def test_copies_of_weights_only_where_memory_allows(manager, monkeypatch):
     monkeypatch.setattr(Target, "key", lambda self, arch, shape: HWC8)
     need = hwc8_bytes(ARCH)
     for free, expected in ((need * 2, "hwc8"), (need, "linear"), (0, "linear")):
+        manager.retry()
         monkeypatch.setattr("extension.tiers.free_bytes", lambda device, free=free: free)
+        assert manager.key(JOB).conv3x3_format == expected
+        # An engine is asked for and made by one key, however much is free in between.
+        monkeypatch.setattr("extension.tiers.free_bytes", lambda device: 3 * need)
         assert manager.key(JOB).conv3x3_format == expected
     manager.settings = TierSettings(staging=False)
     monkeypatch.setattr("extension.tiers.free_bytes", lambda device: need * 2)
     assert manager.key(JOB).conv3x3_format == "linear"
+
+
+def test_where_copies_do_not_fit_after_all_the_engine_without_them_is_next(manager, monkeypatch):
+    monkeypatch.setattr(Target, "key", lambda self, arch, shape: HWC8)
+    monkeypatch.setattr("extension.tiers.free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("extension.tiers.require_free", no_memory)
+    on_disk = SimpleNamespace(key=HWC8, manifest=None, bytes_on_disk=0)
+    monkeypatch.setattr(manager, "_entry", lambda *args: on_disk)
+    assert not manager.provide(JOB)
+    assert "Not enough GPU memory" in manager.failed[HWC8.stem]
+    linear = manager.key(JOB)
+    assert linear.conv3x3_format == "linear"
+    assert not manager.knows(linear.stem)
+    manager.retry()
+    assert manager.key(JOB) == HWC8
+
+
+def no_memory(device, needed):
+    raise MemoryShortError("Not enough GPU memory.")
+
+
+@pytest.mark.parametrize("needed", [0, 90, 91, 10**12])
+def test_memory_is_looked_at_before_an_engine_is_loaded(monkeypatch, needed):
+    """Windows spills where Linux fails."""
+    monkeypatch.setattr("extension.memory.free_bytes", lambda device: 100)
+    if needed <= 90:
+        require_free("cuda:0", needed)
+        return
+    with pytest.raises(MemoryShortError, match="the engine needs"):
+        require_free("cuda:0", needed)
 
 
 HWC8 = replace(
@@ -300,6 +335,7 @@ class Fake:
 
     def __init__(self):
         self.weights, self.activation_bytes, self.closed = {}, 0, 0
+        self.cache_refused = False
 
     def close(self):
         self.closed += 1
@@ -324,10 +360,11 @@ def test_the_least_recently_used_engine_goes_first():
     assert pool.set_aside("a", "broken")
     assert not pool.set_aside("a", "again")
     assert [c.ready for c in pool.candidates()] == [False, True]
+    assert engines["a"].closed == 1, "the host that serves instead gets the memory"
     assert pool.remove("a")
     assert not pool.remove("a")
     pool.close()
-    assert [engines[n].closed for n in "abc"] == [1, 1, 1]
+    assert all(engines[n].closed for n in "abc")
 
 
 def test_memory_that_is_taken_back_comes_again():

@@ -241,7 +241,8 @@ def test_nothing_is_captured_while_an_engine_is_loaded(tmp_path, monkeypatch):
         "extension.serving.get_backend",
         lambda name: SimpleNamespace(
             load=lambda data, **options: (
-                found.append(capturable()) or SimpleNamespace(kernel_cache=lambda: b"")
+                found.append(capturable())
+                or SimpleNamespace(kernel_cache=lambda: b"", cache_refused=False)
             )
         ),
     )

@@ -78,6 +78,7 @@ class Engine(Protocol):
     outputs: Mapping[str, TensorSpec]
     weights: Mapping[str, TensorSpec]
     activation_bytes: int
+    cache_refused: bool  # kernels given to ``load`` were another driver's or GPU's
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Point weight inputs at tensors that fit their specs; the caller keeps them alive."""

@@ -83,7 +83,7 @@ class OnnxRuntimeEngine:
         self.outputs: Mapping[str, TensorSpec] = {
             o.name: _spec(o) for o in self._session.get_outputs()
         }
-        self.activation_bytes = 0
+        self.activation_bytes, self.cache_refused = 0, False
         self._bound: dict[str, Any] = {}
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:

@@ -74,7 +74,7 @@ class TorchGraphEngine:
         self.weights: Mapping[str, TensorSpec] = {
             name: TensorSpec(dtype=dtype, shape=dims) for name, dims in arch.parameters().items()
         }
-        self.activation_bytes = 0
+        self.activation_bytes, self.cache_refused = 0, False
         self._bound = Borrowed()
         self._unet = TorchUNet(self.arch, self._bound, TORCH_DTYPES[dtype])
         # Hosts switch inference mode on, and buffers made in it could not be written outside.

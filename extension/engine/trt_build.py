@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ def build(
     network = builder.create_network(_network_flags(trt))
     progress(0.0, "reading the graph")
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(model)):
+    if not _parse(parser, model):
         faults = [_parser_fault(parser.get_error(i)) for i in range(parser.num_errors)]
         raise _failure("TensorRT cannot read the graph", faults or log.faults)
     if spec.conv_format == "hwc8":
@@ -50,6 +51,19 @@ def build(
         activation_bytes=log.activation_bytes,
         details={"layers": network.num_layers, "inputs": network.num_inputs},
     )
+
+
+def _parse(parser: Any, model: Path) -> bool:
+    """Read ``model`` and the weights beside it from inside its folder.
+
+    On Windows the parser opens no path with characters beyond the system's own code page.
+    """
+    before = Path.cwd()
+    os.chdir(model.parent)
+    try:
+        return bool(parser.parse_from_file(model.name))
+    finally:
+        os.chdir(before)
 
 
 def make_logger(trt: ModuleType) -> Any:

@@ -79,11 +79,11 @@ class TensorRTEngine:
 
     def _make_context(self, trt: ModuleType, cache: bytes) -> None:
         config = self._engine.create_runtime_config()
-        self._cache = None
+        self._cache, self.cache_refused = None, False
         if hasattr(config, "create_runtime_cache"):
             self._cache = config.create_runtime_cache()
             if cache:
-                self._cache.deserialize(cache)
+                self.cache_refused = not self._cache.deserialize(cache)
             config.set_runtime_cache(self._cache)
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         config.set_execution_context_allocation_strategy(strategy)

@@ -283,5 +283,7 @@ def verify(host: UiHost, stem: str) -> str:
         result = compare_with_torch(room.library, entry, engine, job.arch, None, target)
     finally:
         engine.close()
+    if not result.passed:
+        room.pool.set_aside(stem, "verified again, and wrong")
     result.require(stem)
     return f"{stem}: right; worst error {result.worst:.2g}, allowed {result.limit:.2g}."

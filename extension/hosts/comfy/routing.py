@@ -118,12 +118,21 @@ def copied(value: Any) -> Any:
 def weights_epoch(base: Any, run: int) -> Hashable:
     """Changes whenever the host may have changed the contents of a weight.
 
+    In mid-run it may also move a part of the model away, to make room for another one: layers
+    then go back to unpatched weights, and patch them as they are called.
+
     Scheduled LoRAs (hooks) write weights between calls without any sign, so every call is an
     epoch of its own while they are active.
     """
     patcher = getattr(base, "current_patcher", None)
     hooks = getattr(patcher, "current_hooks", None) or getattr(patcher, "forced_hooks", None)
-    return (getattr(base, "current_weight_patches_uuid", None), run, object() if hooks else None)
+    state = (
+        "current_weight_patches_uuid",
+        "lowvram_patch_counter",
+        "model_loaded_weight_memory",
+    )
+    now = tuple(getattr(base, name, None) for name in state)
+    return (*now, run, object() if hooks else None)
 
 
 def route(model: Any, *, policy: str, tier: str = "auto", precision: str = "") -> Any:
