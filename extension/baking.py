@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,31 +65,70 @@ def bake(
         pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
         if expected and pair.fingerprint != expected:
             raise WeightsChangedError("The weights have changed while they were exported.")
-        request = BuildRequest(
-            key=target.key(arch, shape, fingerprint=pair.fingerprint),
-            architecture=arch,
-            label=f"{arch.label}, {shape.label}, {target.dtype}, baked: {label}",
-            pair=folder,
+        return bake_pair(
+            library,
+            folder,
+            pair.fingerprint,
+            arch,
+            shape,
+            target,
+            label=label,
             source=source,
-            model={**(model or {}), "architecture": arch.to_json()},
+            model=model,
+            on_progress=on_progress,
+            cancel=cancel,
         )
-        entry = build_engine(library, request, on_progress=on_progress, cancel=cancel)
-        references = library.calibration_path(entry.stem)
-        if not references.exists():
-            file = folder / SAFETENSORS
-            with Checkpoint(file, open_source(file)) as written:
-                write_calibration(
-                    references,
-                    arch,
-                    written,
-                    shape,
-                    dtype=target.dtype,
-                    device=target.device,
-                    pause=cancel.raise_if_cancelled,
-                )
-        return entry
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def bake_pair(
+    library: Library,
+    folder: Path,
+    fingerprint: str,
+    arch: Architecture,
+    shape: Shape,
+    target: Target,
+    *,
+    label: str,
+    source: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+    on_progress: ProgressSink = lambda progress: None,
+    cancel: CancelToken | None = None,
+) -> Entry:
+    """Build the engine with an exported pair's weights frozen in, and write its references.
+
+    Args:
+        folder: of the pair, which is left as it is.
+        fingerprint: of its weights.
+
+    Raises:
+        EngineRoomError: as ``build_engine``.
+    """
+    cancel = cancel or CancelToken()
+    request = BuildRequest(
+        key=target.key(arch, shape, fingerprint=fingerprint),
+        architecture=arch,
+        label=f"{arch.label}, {shape.label}, {target.dtype}, baked: {label}",
+        pair=folder,
+        source=source,
+        model={**(model or {}), "architecture": arch.to_json()},
+    )
+    entry = build_engine(library, request, on_progress=on_progress, cancel=cancel)
+    references = library.calibration_path(entry.stem)
+    if not references.exists():
+        file = folder / SAFETENSORS
+        with Checkpoint(file, open_source(file)) as written:
+            write_calibration(
+                references,
+                arch,
+                written,
+                shape,
+                dtype=target.dtype,
+                device=target.device,
+                pause=cancel.raise_if_cancelled,
+            )
+    return entry
 
 
 def bake_model(

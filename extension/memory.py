@@ -12,6 +12,8 @@ from .shapes import Shape
 
 # Measured on an H200, fp16, batch 2: 46 (SD1.5 at 512x512) and 30 (SDXL at 1024x1024).
 INSTANT_MAPS = 48
+# 19 and 15 there with an engine
+ENGINE_MAPS = 20
 HEADROOM = 1.1  # what must be free, times what is to be allocated
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B)")
 _FREE = re.compile(r"([\d.]+ [KMGT]?i?B) (?:is )?free")
@@ -74,5 +76,14 @@ def parameter_bytes(arch: Architecture, dtype: str) -> int:
 
 def instant_bytes(arch: Architecture, shape: Shape, dtype: str) -> int:
     """About what the torch UNet holds at once in a call: so many of its widest feature maps."""
+    return INSTANT_MAPS * _map_bytes(arch, shape, dtype)
+
+
+def engine_bytes(arch: Architecture, shape: Shape, dtype: str) -> int:
+    """About what an engine's own activations take, in such maps; its manifest knows exactly."""
+    return ENGINE_MAPS * _map_bytes(arch, shape, dtype)
+
+
+def _map_bytes(arch: Architecture, shape: Shape, dtype: str) -> int:
     values = shape.batch * shape.height * shape.width * arch.model_channels
-    return INSTANT_MAPS * values * (4 if dtype == "fp32" else 2)
+    return values * (4 if dtype == "fp32" else 2)

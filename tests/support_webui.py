@@ -58,6 +58,8 @@ class Probe(scripts.Script):
         kind = self.asked().get("patch")
         if not kind:
             return
+        if kind == "forward":
+            return self.replace_forward(p.sd_model)
         unet = p.sd_model.forge_objects.unet.clone()
         if kind == "attn2":
             unet.set_model_attn2_output_patch(lambda out, extra: out * 0.5)
@@ -67,6 +69,21 @@ class Probe(scripts.Script):
             unet.set_model_unet_function_wrapper(
                 lambda apply, a: apply(a["input"], a["timestep"], **a["c"]) * 0.5)
         p.sd_model.forge_objects.unet = unet
+    def replace_forward(self, model):
+        # As extensions do that bring a ControlNet of their own.
+        if hasattr(model, "forge_objects"):
+            network = model.forge_objects.unet.model.diffusion_model
+            original = network.forward
+        else:
+            from modules import sd_hijack
+            network = model.model.diffusion_model
+            original = lambda *a, **k: sd_hijack.ldm_original_forward(network, *a, **k)
+        network.forward = lambda *a, **k: original(*a, **k) * 0.5
+        self.network = network
+    def postprocess(self, p, processed, *args):
+        if getattr(self, "network", None) is not None:
+            self.network.__dict__.pop("forward", None)
+            self.network = None
     def post_sample(self, p, ps, *args):
         from safetensors.torch import save_file
         # After hires fix: decoded pictures, one by one.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from extension.hosts.webui.prediction import prediction_of
 from extension.shapes import Shape
 from tests import support_fakes as fakes
 from tests.support_models import control_of, random_inputs, relative_l2
@@ -369,3 +371,26 @@ def test_settings_that_someone_wrote_by_hand(a1111, value):
     assert 0 <= settings.tier_settings().disk_budget <= 200e9
     assert 0 <= settings.tier_settings().promote_after <= 4000
     assert 1 <= settings.engines_in_memory() <= 32
+
+
+def forge_model(**inner):
+    unet = SimpleNamespace(model=SimpleNamespace(**inner))
+    return SimpleNamespace(forge_objects=SimpleNamespace(unet=unet))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (SimpleNamespace(parameterization="v"), "v"),
+        (SimpleNamespace(parameterization="eps"), "eps"),
+        (forge_model(predictor=SimpleNamespace(prediction_type="v_prediction")), "v"),
+        (forge_model(predictor=SimpleNamespace(prediction_type="epsilon")), "eps"),
+        (forge_model(predictor=SimpleNamespace(prediction_type="edm")), "edm"),
+        (forge_model(model_type=SimpleNamespace(name="V_PREDICTION")), "v"),
+        (forge_model(model_type=SimpleNamespace(name="EPS")), "eps"),
+        (None, "eps"),
+    ],
+)
+def test_what_each_host_says_its_model_predicts(model, expected):
+    """It stands in a baked engine, and another host samples by it."""
+    assert prediction_of(model) == expected

@@ -65,9 +65,9 @@ def choice(**fields):
 
 def test_the_estimate_before_and_after_a_build(host):
     text = facts.estimate(host, choice(scale=1.5), baked=False)
-    for words in ("64x64", "96x96", " s to build", "MB on disk"):
+    for words in ("64x64", "96x96", " s to build", "MB on disk", "MB of memory on the GPU"):
         assert words in text
-    assert "VRAM" in facts.estimate(host, choice(), baked=True)
+    assert "MB of memory on the GPU" in facts.estimate(host, choice(), baked=True)
     host.room().tiers.provide(host.job(Shape(batch=1, height=8, width=8)))
     assert "there already" in facts.estimate(host, choice(), baked=False)
     assert "there already" not in facts.estimate(host, choice(), baked=True)

@@ -61,6 +61,7 @@ CASES = {
     "plain": ({}, None, (3, 0)),
     "another seed": ({"seed": 9}, {}, (3, 0)),
     "batch of three": ({"batch_size": 3}, None, (3, 0)),
+    "a replaced UNet forward": ({"patch": "forward"}, {}, (0, 3)),
     "two batches": ({"n_iter": 2}, {}, (6, 0)),
     "cfg 1": ({"cfg_scale": 1.0}, {}, (3, 0)),
     "two calls a step": ({"sampler_name": "Heun"}, {}, (5, 0)),
@@ -204,7 +205,12 @@ def check(host, case):
         "reasons"
     ]
     if served:
-        assert f"{served} of {served + by_host} UNet calls" in infotext
+        runs = job.get("n_iter", 1)
+        count = f"{served // runs} of {(served + by_host) // runs} UNet calls by "
+        assert count in infotext, "what stands beside a picture is of that picture"
+        named = infotext.partition(count)[2]
+        engines = host.get("/engine-room/status")["engines"]
+        assert any(named.startswith(engine["id"]) for engine in engines)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,6 +10,7 @@ from typing import Any
 from .. import threads
 from ..doctor import diagnose
 from ..errors import CancelledError, EngineRoomError
+from ..files import child_folder
 from ..log import logger
 from ..onnx_export import export_pair
 from ..progress import CancelToken, Progress
@@ -17,7 +18,7 @@ from ..status import status
 from . import facts
 from .baked import bake_live
 from .comparison import Comparison, compare, report_html
-from .drawing import DrawJob, lora_tags
+from .drawing import DrawJob
 
 POLL_SECONDS = 0.3
 SHARED, BAKED = "shared: works with every checkpoint and LoRA (recommended)", "baked: this one only"
@@ -32,13 +33,21 @@ class Answers:
 
     def __init__(self, host: facts.UiHost, update: Callable[..., Any]) -> None:
         self.host, self._update = host, update
-        self._task = CancelToken()
+        self._task: CancelToken | None = None
 
-    def refresh(self) -> list[Any]:
-        """Headline, table, ids."""
+    def refresh(self, chosen: str | None = None) -> list[Any]:
+        """Headline, table, ids: the one that was chosen stays so while it is there."""
         ids = [row["id"] for row in facts.engine_rows(self.host)]
-        picker = self._update(choices=ids, value=ids[0] if ids else None)
-        return [facts.headline(self.host), facts.engines_html(self.host), picker]
+        value = chosen if chosen in ids else next(iter(ids), None)
+        return [*self._facts(), self._update(choices=ids, value=value)]
+
+    def _beside(self) -> list[Any]:
+        """As ``refresh``, for what goes on by itself: it never changes what is chosen."""
+        ids = [row["id"] for row in facts.engine_rows(self.host)]
+        return [*self._facts(), self._update(choices=ids)]
+
+    def _facts(self) -> list[Any]:
+        return [facts.headline(self.host), facts.engines_html(self.host)]
 
     def list_loras(self) -> Any:
         """The LoRAs that the host knows now."""
@@ -53,7 +62,12 @@ class Answers:
             return str(error)
 
     def run_build(
-        self, weights: str, loras: list[str] | None, strength: float, *controls: Any
+        self,
+        chosen: str | None,
+        weights: str,
+        loras: list[str] | None,
+        strength: float,
+        *controls: Any,
     ) -> Iterator[list[Any]]:
         """Build in the background and show how far it is."""
         try:
@@ -61,10 +75,10 @@ class Answers:
             shapes = choice.shapes()
             jobs = [self.host.job(shape) for shape in shapes]
         except EngineRoomError as error:
-            yield self._shown(str(error))
+            yield self._shown(str(error), chosen)
             return
         if weights == BAKED:
-            yield from self._run_baked(shapes, loras or [], strength)
+            yield from self._run_baked(chosen, shapes, loras or [], strength)
             return
         tiers = self.host.room().tiers
         for job in jobs:
@@ -75,19 +89,19 @@ class Answers:
             f"{label}: {tiers.failed[stem]}" if stem in tiers.failed else f"{label}: ready"
             for stem, label in stems.items()
         ]
-        yield self._shown("; ".join(ends))
+        yield self._shown("; ".join(ends), chosen)
 
-    def watch(self) -> Iterator[list[Any]]:
+    def watch(self, chosen: str | None) -> Iterator[list[Any]]:
         """What is being built, also by another page or a picture; for a page that was opened."""
         if self.host.room().tiers.wanted:
             yield from self._follow(None)
-            yield self._shown("No engine is being built any more.")
+            yield self._shown("No engine is being built any more.", chosen)
         else:
-            yield self._shown("")
+            yield self._shown("", chosen)
 
     def _follow(self, stems: set[str] | None) -> Iterator[list[Any]]:
         """The progress of ``stems`` (None: of anything) until they are no longer wanted."""
-        room, shown = self.host.room(), self.refresh()
+        room, shown = self.host.room(), self._beside()
         while wanted := [s for s in room.tiers.wanted if stems is None or s in stems]:
             event = room.events.get(wanted[0])
             progress = event.progress if event else None
@@ -97,37 +111,37 @@ class Answers:
             yield [facts.progress_html(progress, label), *shown, self._log()]
             time.sleep(POLL_SECONDS)
 
-    def _shown(self, text: str) -> list[Any]:
-        return [facts.progress_html(None, text), *self.refresh(), self._log()]
+    def _shown(self, text: str, chosen: str | None) -> list[Any]:
+        return self._end(facts.progress_html(None, text), chosen)
+
+    def _end(self, html: str, chosen: str | None) -> list[Any]:
+        """What is shown last. An engine is only chosen here where none was at the beginning."""
+        shown = self._beside() if chosen else self.refresh()
+        return [html, *shown, self._log()]
 
     def _log(self) -> str:
         return "\n".join(reversed(self.host.room().lines))
 
     def _run_baked(
-        self, shapes: list[Any], loras: list[str], strength: float
+        self, chosen: str | None, shapes: list[Any], loras: list[str], strength: float
     ) -> Iterator[list[Any]]:
-        shown = self.refresh()
+        shown = self._beside()
 
         def work(progress: list[Progress], cancel: CancelToken) -> str:
-            self._merge(loras, strength)
             return bake_live(self.host, shapes, loras, strength, progress.append, cancel)
 
         for moment in self._in_background("Baked engine", work):
             yield [moment, *shown, self._log()]
-        yield [moment, *self.refresh(), self._log()]
-
-    def _merge(self, loras: list[str], strength: float) -> None:
-        """Have the host merge LoRAs into its weights, in its own way, by drawing a little."""
-        if loras:
-            prompt = f"merge{lora_tags(loras, strength)}"
-            job = DrawJob(prompt=prompt, width=64, height=64, steps=1)
-            self.host.draw(job, engines=False)
+        yield self._end(moment, chosen)
 
     def cancel(self) -> str:
         """Cancel what is being built or exported."""
-        self.host.room().tiers.cancel()
-        self._task.cancel()
-        return facts.progress_html(None, "Cancelled.")
+        tiers = self.host.room().tiers
+        busy = bool(tiers.wanted) or self._task is not None
+        tiers.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        return facts.progress_html(None, "Cancelled." if busy else "Nothing is being built.")
 
     def run_export(
         self, name: str, loras: list[str] | None, strength: float
@@ -135,30 +149,17 @@ class Answers:
         """Export the loaded model with its LoRAs."""
 
         def work(progress: list[Progress], cancel: CancelToken) -> str:
-            self._merge(loras or [], strength)
-            return f"Written to {self._export(name, progress, cancel)}"
+            with self.host.merged(loras or [], strength) as live:
+                return f"Written to {_export(live, name, progress, cancel)}"
 
         for moment in self._in_background("Export", work):
             yield [moment, self._log()]
 
-    def _export(self, name: str, progress: list[Progress], cancel: CancelToken) -> str:
-        from ..files import child_folder
-
-        live = self.host.live()
-        folder = child_folder(live.folder, name)
-        export_pair(
-            live.weights,
-            live.arch,
-            folder,
-            dtype="fp16",
-            origin=live.source,
-            on_progress=progress.append,
-            cancel=cancel,
-        )
-        return str(folder)
-
     def _in_background(self, label: str, work: Any) -> Iterator[str]:
         """Run ``work(progress, cancel)``; HTML of its progress, then of what it returned."""
+        if self._task is not None:
+            yield facts.progress_html(None, "One export or baked engine at a time.")
+            return
         self._task = cancel = CancelToken()
         progress: list[Progress] = []
         outcome: list[str] = []
@@ -173,6 +174,8 @@ class Answers:
             except Exception as error:
                 logger.exception("%s failed.", label)
                 outcome.append(f"{label} failed: {error}")
+            finally:
+                self._task = None
             self.host.room().tell(f"{label}: {outcome[0]}")
 
         thread = threads.start(run, name="tab", stop=cancel.cancel)
@@ -209,7 +212,7 @@ class Answers:
             text = work() if stem else "Choose an engine first."
         except EngineRoomError as error:
             text = str(error)
-        return [facts.progress_html(None, text), *self.refresh()]
+        return [facts.progress_html(None, text), *self.refresh(stem)]
 
     def run_compare(
         self,
@@ -244,6 +247,20 @@ class Answers:
         room, device = self.host.room(), self.host.device()
         found = diagnose(room.library, device, host=self.host.facts())
         yield "\n".join([*found.lines, "", json.dumps(status(room, device), indent=1)])
+
+
+def _export(live: facts.LiveModel, name: str, progress: list[Progress], cancel: CancelToken) -> str:
+    folder = child_folder(live.folder, name)
+    export_pair(
+        live.weights,
+        live.arch,
+        folder,
+        dtype="fp16",
+        origin=live.source,
+        on_progress=progress.append,
+        cancel=cancel,
+    )
+    return str(folder)
 
 
 def _named(controls: tuple[Any, ...]) -> dict[str, Any]:

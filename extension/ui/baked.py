@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 
-from ..baking import bake
+from ..baking import bake_pair
+from ..building import PAIR_PREFIX
+from ..files import ensure_folder, temporary_folder
+from ..onnx_export import export_pair
 from ..progress import CancelToken, Progress
 from ..shapes import Shape
 from .facts import UiHost
@@ -18,31 +22,39 @@ def bake_live(
     on_progress: Callable[[Progress], None],
     cancel: CancelToken,
 ) -> str:
-    """Build a baked engine for each shape from the weights as they are now; what was built.
+    """Build a baked engine for each shape from the loaded checkpoint and LoRAs; what was built.
 
-    Args:
-        loras: merged into the weights by the host already; for the label.
+    The weights are read once, before anything is built: the host draws on meanwhile.
 
     Raises:
         EngineRoomError: no model is loaded, or a build failed.
     """
-    live, room = host.live(), host.room()
+    room, targets = host.room(), [host.job(shape).target for shape in shapes]
     label = ", ".join([host.checkpoint() or "model", *(f"{n} x {strength:g}" for n in loras)])
     merged = {f"lora_{i}": f"{name} x {strength:g}" for i, name in enumerate(loras)}
     stems = []
-    for shape in shapes:
-        entry = bake(
-            room.library,
-            live.arch,
-            live.weights,
-            shape,
-            host.job(shape).target,
-            label=label,
-            source={**live.source, **merged},
-            model=live.model,
-            on_progress=on_progress,
-            cancel=cancel,
-        )
-        room.tiers.failed.pop(entry.stem, None)
-        stems.append(f"{shape.label}: {entry.stem}")
+    folder = temporary_folder(ensure_folder(room.library.folder), PAIR_PREFIX)
+    try:
+        with host.merged(loras, strength) as live:
+            pair = export_pair(
+                live.weights, live.arch, folder, dtype=targets[0].dtype, cancel=cancel
+            )
+        for shape, target in zip(shapes, targets, strict=True):
+            entry = bake_pair(
+                room.library,
+                folder,
+                pair.fingerprint,
+                live.arch,
+                shape,
+                target,
+                label=label,
+                source={**live.source, **merged},
+                model=live.model,
+                on_progress=on_progress,
+                cancel=cancel,
+            )
+            room.tiers.failed.pop(entry.stem, None)
+            stems.append(f"{shape.label}: {entry.stem}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return f"Baked {label}; {'; '.join(stems)}. Used whenever these very weights are loaded."

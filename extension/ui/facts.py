@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..doctor import HostFacts
 from ..engine_state import State
 from ..errors import EngineRoomError, SettingError
 from ..machine import machine_of
-from ..memory import hwc8_bytes, parameter_bytes
+from ..memory import engine_bytes, hwc8_bytes, parameter_bytes
 from ..progress import Progress
 from ..room import Room
 from ..serving import Target, load_engine
@@ -79,8 +80,12 @@ class UiHost(Protocol):
     def job(self, shape: Shape) -> Job:
         """The engine job for the loaded model; raises EngineRoomError where there can be none."""
 
-    def live(self) -> LiveModel:
-        """The loaded model's weights as they are now; raises EngineRoomError without one."""
+    def merged(self, loras: Sequence[str], strength: float) -> AbstractContextManager[LiveModel]:
+        """The loaded model with just these LoRAs, which stay as they are within the context.
+
+        Raises:
+            EngineRoomError: there is no model, or the host cannot merge them.
+        """
 
     def loras(self) -> list[str]:
         """Names of LoRAs that a prompt may carry."""
@@ -184,15 +189,16 @@ def _estimate(host: UiHost, shape: Shape, baked: bool) -> str:
     if not baked and host.room().library.find(key) is not None:
         return f"{shape.label}: the engine is there already."
     seconds = tiers.expected_seconds(job, baked=baked)
-    size = BYTES_PER_ENGINE
+    disk, memory = BYTES_PER_ENGINE, engine_bytes(job.arch, shape, job.target.dtype)
     if baked:
-        size += parameter_bytes(job.arch, job.target.dtype)
-    text = f"{shape.label}: about {seconds:.0f} s to build, {size / 1e6:.0f} MB on disk"
-    if baked:
-        return f"{text} and of VRAM while it is in use."
-    if key.conv3x3_format == "hwc8":
-        text += f", {hwc8_bytes(job.arch) / 1e6:.0f} MB of VRAM for copies of weights"
-    return f"{text}."
+        weights = parameter_bytes(job.arch, job.target.dtype)
+        disk, memory = disk + weights, memory + weights
+    elif key.conv3x3_format == "hwc8":
+        memory += hwc8_bytes(job.arch)
+    return (
+        f"{shape.label}: about {seconds:.0f} s to build, at most {disk / 1e6:.0f} MB on disk, "
+        f"about {memory / 1e6:.0f} MB of memory on the GPU while it is in use."
+    )
 
 
 def progress_html(progress: Progress | None, label: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from ..sampler import SampleSettings
 from ..serving import Target, host_unet
 from ..shapes import Shape
 from ..wanted import Job
-from .drawing import LORA_TAG, DrawJob, Drawn
+from .drawing import LORA_TAG, DrawJob, Drawn, lora_tags
 from .facts import LiveModel
 from .tab import Tab
 
+EVENTS = 8  # at once
 LORA_SUFFIXES = (".safetensors", ".pt", ".ckpt")
 
 
@@ -68,13 +71,15 @@ class StandaloneHost:
         """The engine job for the checkpoint."""
         return Job(arch=self._model.architecture, shape=shape, target=self._target)
 
-    def live(self) -> LiveModel:
-        """The checkpoint with the LoRAs of the last picture."""
-        return LiveModel(
+    @contextlib.contextmanager
+    def merged(self, loras: Sequence[str], strength: float) -> Iterator[LiveModel]:
+        """The checkpoint with these LoRAs."""
+        choices = self._chosen(lora_tags(loras, strength))
+        yield LiveModel(
             arch=self._model.architecture,
-            weights=self._merged(self._choices),
+            weights=self._merged(choices),
             folder=self._room.library.folder / "onnx",
-            source=self._model.origin(self._choices),
+            source=self._model.origin(choices),
             model={"prediction": self._model.checkpoint.prediction_type() or "eps"},
         )
 
@@ -161,7 +166,9 @@ def serve(host: StandaloneHost, gradio: Any, *, port: int, open_browser: bool) -
         gradio: the module.
     """
     page = Tab(host, gradio).build()
-    page.queue()
+    # Gradio 3 would answer one event at a time: another page could not even show a build.
+    known = inspect.signature(page.queue).parameters
+    page.queue(**({} if "default_concurrency_limit" in known else {"concurrency_count": EVENTS}))
     page.launch(
         server_name="127.0.0.1",
         server_port=port,

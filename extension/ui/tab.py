@@ -21,6 +21,12 @@ def copyable(textbox: Any) -> dict[str, bool]:
     return {"show_copy_button": True} if "show_copy_button" in known else {}
 
 
+def together(listener: Any) -> dict[str, None]:
+    """The argument for an event that several pages may wait in, where this gradio has one."""
+    known = inspect.signature(listener).parameters
+    return {"concurrency_limit": None} if "concurrency_limit" in known else {}
+
+
 class Tab:
     """Builds the tab for one host.
 
@@ -40,7 +46,7 @@ class Tab:
             headline = gr.Markdown(elem_id="engine_room_headline")
             progress = gr.HTML(elem_id="engine_room_progress")
             with gr.Row():
-                controls, weights = self._shape_controls()
+                controls, weights, estimate = self._shape_controls()
                 loras, strength, buttons = self._build_controls()
             with gr.Accordion("Log", open=False):
                 log = gr.Textbox(show_label=False, lines=8, elem_id="engine_room_log")
@@ -50,16 +56,23 @@ class Tab:
             self._compare_controls()
             self._doctor_controls(progress)
             accelerate, cancel, export, folder = buttons
-            picked = [weights, loras, strength]
-            accelerate.click(answers.run_build, [*picked, *controls], [progress, *shown, log])
-            cancel.click(answers.cancel, None, progress)
+            picked = [chosen, weights, loras, strength]
+            accelerate.click(
+                answers.run_build,
+                [*picked, *controls],
+                [progress, *shown, log],
+                **together(accelerate.click),
+            )
+            # Not in gradio's queue, where it would wait for what it is to cancel.
+            cancel.click(answers.cancel, None, progress, queue=False)
             export.click(answers.run_export, [folder, loras, strength], [progress, log])
             blocks.load(answers.refresh, None, [headline, engines, chosen])
+            blocks.load(answers.estimate, [weights, *controls], estimate)
             blocks.load(answers.list_loras, None, loras)
-            blocks.load(answers.watch, None, [progress, *shown, log])
+            blocks.load(answers.watch, chosen, [progress, *shown, log], **together(blocks.load))
         return blocks
 
-    def _shape_controls(self) -> tuple[list[Any], Any]:
+    def _shape_controls(self) -> tuple[list[Any], Any, Any]:
         gr = self._gr
         with gr.Column():
             preset = gr.Dropdown(
@@ -91,7 +104,7 @@ class Tab:
         )
         for control_ in (weights, *controls):
             control_.change(self._answers.estimate, [weights, *controls], text)
-        return controls, weights
+        return controls, weights, text
 
     def _build_controls(self) -> tuple[Any, Any, tuple[Any, ...]]:
         gr = self._gr
@@ -124,7 +137,7 @@ class Tab:
         shown = [headline, engines, chosen]
         verify.click(self._answers.verify, chosen, [progress, *shown])
         delete.click(self._answers.delete, chosen, [progress, *shown])
-        refresh.click(self._answers.refresh, None, shown)
+        refresh.click(self._answers.refresh, chosen, shown)
         return [chosen]
 
     def _compare_controls(self) -> None:

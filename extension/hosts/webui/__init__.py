@@ -26,6 +26,7 @@ def register() -> type[Any]:
     else:
         from . import a1111
 
+        script_callbacks.on_cfg_denoiser(a1111.notice)
         script_callbacks.on_list_unets(a1111.list_options)
         script_callbacks.on_model_loaded(a1111.loaded)
     return EngineRoomScript

@@ -66,9 +66,15 @@ def original_forward(unet: Any) -> Any:
 
 
 class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
-    """Takes the host's UNet calls and serves each from an engine or from the host's forward."""
+    """Takes the host's UNet calls and serves each from an engine or from the host's forward.
+
+    Attributes:
+        run: number of the sampling run.
+        replaced: a UNet with a forward of another extension, until a call of this step comes.
+    """
 
     run = 0
+    replaced: Any = None
 
     def activate(self) -> None:
         """Bring the UNet back: the host moved it to the CPU, but engines read its weights.
@@ -82,6 +88,7 @@ class EngineUnet(sd_unet.SdUnet):  # type: ignore[misc]
 
     def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
         """One UNet call; never fails where the host's own would not."""
+        EngineUnet.replaced = None
         unet = shared.sd_model.model.diffusion_model
         out = room.attempt_job(lambda: _serve(unet, x, timesteps, context, args, kwargs))
         if out is not None:
@@ -108,6 +115,21 @@ def _serve(unet: Any, x: Any, timesteps: Any, context: Any, args: Any, kwargs: A
 def begin() -> None:
     """A sampling run begins: other extensions may have changed the model since the last."""
     EngineUnet.run = next(_runs)
+
+
+def notice(params: Any) -> None:
+    """Before each step: a replaced forward (ControlNet's) may go past the UNet that we gave."""
+    settle()
+    unet = getattr(getattr(shared.sd_model, "model", None), "diffusion_model", None)
+    if "forward" in getattr(unet, "__dict__", {}) and isinstance(sd_unet.current_unet, EngineUnet):
+        EngineUnet.replaced = unet
+
+
+def settle() -> None:
+    """After a step: count it where its calls did go past."""
+    unet, EngineUnet.replaced = EngineUnet.replaced, None
+    if unet is not None:
+        room.count_replaced(unet)
 
 
 def loaded(model: Any) -> None:

@@ -21,7 +21,13 @@ def draw(job: DrawJob, *, engines: bool) -> Drawn:
     Raises:
         SettingError: the host drew nothing.
     """
-    with call_queue.queue_lock, settings.forced("wait" if engines else "off"):
+    with call_queue.queue_lock:
+        return draw_now(job, engines=engines)
+
+
+def draw_now(job: DrawJob, *, engines: bool) -> Drawn:
+    """``draw`` by a caller that holds the host's queue."""
+    with settings.forced("wait" if engines else "off"):
         before = room.room().counters.to_json()
         shared.state.begin(job="engine_room")
         started = time.perf_counter()

@@ -57,9 +57,12 @@ class Wrapper:
     def __call__(self, apply_model: Any, args: dict[str, Any]) -> Any:
         """One batch of conditions."""
         network = apply_model.__self__.diffusion_model
-        routed = "forward" not in network.__dict__
+        replaced = network.__dict__.get("forward")
+        routed = replaced is None
         if routed:
             network.forward = _routed_forward(network, self.epoch)
+        elif not hasattr(replaced, OURS):
+            room.count_replaced(network)
         try:
             if self.before is not None:
                 return self.before(apply_model, args)

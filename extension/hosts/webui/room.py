@@ -12,6 +12,7 @@ from modules import shared
 from ...errors import CancelledError
 from ...progress import CancelToken, Progress
 from ...room import Room, ServedModel, attempt
+from ...router import Reason
 from . import settings
 
 
@@ -38,6 +39,13 @@ def unloaded() -> None:
     if room.cache_info().currsize:
         room().tiers.cancel()
         room().tiers.retry()
+
+
+def count_replaced(network: Any) -> None:
+    """A call of a UNet whose forward function another extension has replaced: the host's."""
+    served = room().model(network, resize="before" if is_forge() else "after")
+    if served.arch is not None:
+        served.routed.count_host(Reason.FEATURE, "another extension replaced the UNet's forward")
 
 
 def attempt_job(serve: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ class EngineRoomScript(scripts.Script):  # type: ignore[misc]
     def process(self, p: Any, *args: Any) -> None:
         """A job begins: its settings hold, and its calls are counted from here."""
         room.configure()
-        self.before = room.room().counters.totals
+        self.before = room.room().counters.to_json()
 
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         """LoRAs and sizes are known now."""
@@ -35,10 +35,18 @@ class EngineRoomScript(scripts.Script):  # type: ignore[misc]
         a1111.begin()
 
     def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Before pictures are saved: how many calls the engine served."""
-        before = getattr(self, "before", (0, 0))
-        served, host = (
-            now - then for now, then in zip(room.room().counters.totals, before, strict=True)
-        )
+        """Before pictures are saved: how many of their calls engines served, and which."""
+        if not room.is_forge():
+            from . import a1111
+
+            a1111.settle()
+        now = room.room().counters.to_json()
+        before, self.before = getattr(self, "before", now), now
+        served, host = (now[who] - before[who] for who in ("served", "host"))
+        p.extra_generation_params.pop("Engine Room", None)
         if served:
-            p.extra_generation_params["Engine Room"] = f"{served} of {served + host} UNet calls"
+            known = before["engines"]
+            engines = [stem for stem, n in now["engines"].items() if n > known.get(stem, 0)]
+            p.extra_generation_params["Engine Room"] = (
+                f"{served} of {served + host} UNet calls by {' and '.join(engines)}"
+            )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from modules import devices, paths, shared
+from modules import call_queue, devices, paths, shared
 from torch import Tensor
 
 from ...doctor import HostFacts
@@ -18,10 +19,11 @@ from ...room import Room, ServedModel
 from ...routed import DTYPE_NAMES
 from ...serving import Target
 from ...shapes import Shape
-from ...ui.drawing import DrawJob, Drawn
+from ...ui.drawing import DrawJob, Drawn, lora_tags
 from ...ui.facts import LiveModel
 from ...wanted import Job
 from . import api, drawing, hooks, room
+from .prediction import prediction_of
 
 
 class WebuiHost:
@@ -56,16 +58,24 @@ class WebuiHost:
         target = Target(device=self.device(), dtype=DTYPE_NAMES[_dtype()])
         return Job(arch=_served().require(), shape=shape, target=target)
 
-    def live(self) -> LiveModel:
-        """The loaded model as its weights are now, LoRAs of the last picture included."""
-        served = _served()
-        return LiveModel(
-            arch=served.require(),
-            weights=_Copy(served.weights),
-            folder=Path(paths.models_path) / "engine-room" / "onnx",
-            source={"checkpoint": self.checkpoint()},
-            model={"prediction": str(getattr(_loaded(), "parameterization", "eps"))},
-        )
+    @contextlib.contextmanager
+    def merged(self, loras: Sequence[str], strength: float) -> Iterator[LiveModel]:
+        """The loaded model with these LoRAs, merged in the host's own way by drawing a little.
+
+        The host's jobs wait within the context: they would merge others. Without LoRAs too it
+        draws, which takes those of the last picture out.
+        """
+        job = DrawJob(prompt=f"merge{lora_tags(loras, strength)}", width=64, height=64, steps=1)
+        with call_queue.queue_lock:
+            drawing.draw_now(job, engines=False)
+            served = _served()
+            yield LiveModel(
+                arch=served.require(),
+                weights=_Copy(served.weights),
+                folder=Path(paths.models_path) / "engine-room" / "onnx",
+                source={"checkpoint": self.checkpoint()},
+                model={"prediction": prediction_of(_loaded())},
+            )
 
     def loras(self) -> list[str]:
         """Names of the LoRA files that the host knows."""
