@@ -161,7 +161,14 @@ def page_of_our_own(request, models, tmp_path):
     link_packages(packages, python)
     env = {**os.environ, "GRADIO_ANALYTICS_ENABLED": "False", VARIABLE: str(packages)}
     log = (tmp_path / "log.txt").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tmp_path)
+    process = subprocess.Popen(
+        command,
+        stdout=log,
+        stderr=log,
+        env=env,
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
+    )
     text = tmp_path / "log.txt"
     until(lambda: "Ctrl+C" in text.read_text() or process.poll() is not None, "a start")
     assert process.poll() is None, text.read_text()[-2000:]
