@@ -101,6 +101,32 @@ def test_comfyui_weights_that_change_between_runs(comfy):
     assert routed.run(*call_of()).shape == (2, 4, 16, 16)
 
 
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [
+        (8, {}),
+        (7, {"extra": 1}),
+        (12, {}),
+        (5, {"control": None}),
+        (4, {"transformer_options": {}}),
+    ],
+)
+def test_comfyui_other_networks_get_their_arguments_untouched(comfy, caplog, count, named):
+    """Flux, Qwen, HunyuanVideo, Wan and AuraFlow each pass others, and in another order."""
+    patcher, routing = comfy
+    args, got = tuple(object() for _ in range(count)), []
+
+    def network(*args, **named):
+        got.append((args, named))
+        return "drawn"
+
+    network.class_obj = torch.nn.Linear(2, 2)
+    routed = routing.Routing(patcher, policy="wait", tier="auto", precision="")
+    assert routed(network, *args, **named) == "drawn"
+    assert got == [(args, named)]
+    assert "failed" not in caplog.text
+
+
 def test_comfyui_hooks_make_every_call_an_epoch(comfy):
     patcher, routing = comfy
     base = patcher.model

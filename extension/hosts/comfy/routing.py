@@ -14,7 +14,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ...errors import CancelledError
 from ...log import logger
 from ...memory import HEADROOM
-from ...patcher_calls import PatchedCall, describe
+from ...patcher_calls import describe
 from ...progress import CancelToken, Progress
 from ...room import ServedModel, attempt
 from .memory import account, forget
@@ -64,26 +64,17 @@ class Routing:
         """A sampling run begins: weights may have changed in any way since the last."""
         self.run += 1
 
-    def __call__(
-        self,
-        executor: Any,
-        x: Any,
-        timesteps: Any,
-        context: Any = None,
-        y: Any = None,
-        control: Any = None,
-        transformer_options: Any = None,
-        **extra: Any,
-    ) -> Any:
-        """One call of the network: from an engine, or from the network itself."""
-        options = {} if transformer_options is None else transformer_options
-        call = (x, timesteps, context, y, control, options)
+    def __call__(self, executor: Any, *args: Any, **named: Any) -> Any:
+        """One call of the network: from an engine, or from the network itself.
+
+        Each kind of network takes arguments of its own; only a UNet's are looked at.
+        """
         try:
-            out = attempt(lambda: self._serve(executor.class_obj, call, extra))
+            out = attempt(lambda: self._serve(executor.class_obj, args, named))
         except CancelledError:
             comfy.model_management.throw_exception_if_processing_interrupted()
             out = None
-        return executor(*call, **extra) if out is None else out
+        return executor(*args, **named) if out is None else out
 
     def sample(self, executor: Any, *args: Any, **more: Any) -> Any:
         """A sampler's whole run: outputs are checked without a wait in each of its steps."""
@@ -98,9 +89,12 @@ class Routing:
 
         return served.whole_job(job, getattr(base, "device", None))
 
-    def _serve(self, unet: Any, call: PatchedCall, extra: dict[str, Any]) -> Any:
+    def _serve(self, unet: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         served = room().model(unet)
-        if served.arch is None or call[2] is None:
+        if served.arch is None:
+            return None
+        call, extra = unet_call(*args, **named)
+        if call[2] is None:
             return None
         args, features = describe(served, call, extra)
         progress = WaitProgress()
@@ -108,6 +102,20 @@ class Routing:
         served.tier, served.precision = self.tier, self.precision
         epoch = (id(self), weights_epoch(self._base(), self.run))
         return served.serve(*args, epoch=epoch, features=features)
+
+
+def unet_call(
+    x: Any,
+    timesteps: Any,
+    context: Any = None,
+    y: Any = None,
+    control: Any = None,
+    transformer_options: Any = None,
+    **extra: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of ComfyUI's UNetModel as a call, and those that it does not know."""
+    options = {} if transformer_options is None else transformer_options
+    return (x, timesteps, context, y, control, options), extra
 
 
 def copied(value: Any) -> Any:
