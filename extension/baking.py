@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .fingerprint import Fingerprinter
 from .library import Entry, Library
 from .log import logger
 from .model import LoraChoice, Model
-from .onnx_export import export_pair
+from .onnx_export import ExportResult, export_pair
 from .progress import CancelToken, ProgressSink
 from .serving import Target
 from .shapes import Shape
@@ -60,15 +61,13 @@ def bake(
         EngineRoomError: as ``export_pair`` and ``build_engine``.
     """
     cancel = cancel or CancelToken()
-    folder = temporary_folder(ensure_folder(library.folder), PAIR_PREFIX)
-    try:
+    with pair_folder(library) as folder:
         pair = export_pair(weights, arch, folder, dtype=target.dtype, cancel=cancel)
         if expected and pair.fingerprint != expected:
             raise WeightsChangedError("The weights have changed while they were exported.")
         return bake_pair(
             library,
-            folder,
-            pair.fingerprint,
+            pair,
             arch,
             shape,
             target,
@@ -78,14 +77,21 @@ def bake(
             on_progress=on_progress,
             cancel=cancel,
         )
+
+
+@contextlib.contextmanager
+def pair_folder(library: Library) -> Iterator[Path]:
+    """A folder for an ONNX pair that is only on its way into an engine."""
+    folder = temporary_folder(ensure_folder(library.folder), PAIR_PREFIX)
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def bake_pair(
     library: Library,
-    folder: Path,
-    fingerprint: str,
+    pair: ExportResult,
     arch: Architecture,
     shape: Shape,
     target: Target,
@@ -99,25 +105,24 @@ def bake_pair(
     """Build the engine with an exported pair's weights frozen in, and write its references.
 
     Args:
-        folder: of the pair, which is left as it is.
-        fingerprint: of its weights.
+        pair: is left as it is, for engines of other shapes.
 
     Raises:
         EngineRoomError: as ``build_engine``.
     """
     cancel = cancel or CancelToken()
     request = BuildRequest(
-        key=target.key(arch, shape, fingerprint=fingerprint),
+        key=target.key(arch, shape, fingerprint=pair.fingerprint),
         architecture=arch,
         label=f"{arch.label}, {shape.label}, {target.dtype}, baked: {label}",
-        pair=folder,
+        pair=pair.folder,
         source=source,
         model={**(model or {}), "architecture": arch.to_json()},
     )
     entry = build_engine(library, request, on_progress=on_progress, cancel=cancel)
     references = library.calibration_path(entry.stem)
     if not references.exists():
-        file = folder / SAFETENSORS
+        file = pair.folder / SAFETENSORS
         with Checkpoint(file, open_source(file)) as written:
             write_calibration(
                 references,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .engine.interface import Engine, TensorSpec
 from .errors import EngineError, MemoryShortError
+from .memory import shortfall
 
 ALIGNMENT = 256
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -143,15 +144,18 @@ class Binding:
 
         Raises:
             EngineError: a weight is missing or has another shape; the engine must not run.
-            MemoryShortError: copies exceed the budget; none is kept.
+            MemoryShortError: copies exceed the budget or the memory; none is kept.
         """
         snapshot, self._state.snapshot = self._state.snapshot, None
         if snapshot is None or not snapshot.holds(weights, epoch):
             try:
                 report = self._bind(weights, epoch)
-            except (MemoryShortError, torch.cuda.OutOfMemoryError):
+            except MemoryShortError:
                 self.release()
                 raise
+            except torch.cuda.OutOfMemoryError as error:
+                self.release()
+                raise MemoryShortError(shortfall(error)) from error
             snapshot = _Snapshot(self._state.seen, epoch, replace(report, changed=0))
             self._state.snapshot = snapshot
             return report

@@ -23,11 +23,8 @@ class Gpu:
 def driver_version() -> str:
     """The driver's own version, such as ``580.95.05``; that of its CUDA where it is not told."""
     version = ctypes.create_string_buffer(80)
-    try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-    except OSError:
-        return driver_cuda()
-    if nvml.nvmlInit_v2():
+    nvml = _library("nvml.dll", "libnvidia-ml.so.1")
+    if nvml is None or nvml.nvmlInit_v2():
         return driver_cuda()
     failed = nvml.nvmlSystemGetDriverVersion(version, len(version))
     nvml.nvmlShutdown()
@@ -51,8 +48,12 @@ def gpus() -> list[Gpu]:
 
 
 def _driver() -> Any:
+    return _library("nvcuda.dll", "libcuda.so.1")
+
+
+def _library(windows: str, linux: str) -> Any:
     try:
-        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return ctypes.CDLL(windows if sys.platform == "win32" else linux)
     except OSError:
         return None
 

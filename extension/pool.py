@@ -33,6 +33,12 @@ class LoadedEngine:
             own = self.engine.activation_bytes
         return self.binding.staged_bytes + max(self.resident_bytes, own)
 
+    def release(self) -> None:
+        """Give all its memory back; it runs no more."""
+        self.resident_bytes = 0
+        self.binding.release()
+        self.engine.close()
+
 
 class EnginePool:
     """Loaded engines by stem.
@@ -115,9 +121,7 @@ class EnginePool:
             if entry is None or not entry.candidate.ready:
                 return False
             entry.candidate = replace(entry.candidate, ready=False, problem=why)
-            entry.resident_bytes = 0
-            entry.binding.release()
-            entry.engine.close()
+            entry.release()
             return True
 
     def remove(self, stem: str) -> bool:
@@ -126,8 +130,7 @@ class EnginePool:
             entry = self._engines.pop(stem, None)
             if entry is None:
                 return False
-            entry.binding.release()
-            entry.engine.close()
+            entry.release()
             return True
 
     @property

@@ -246,8 +246,6 @@ class RoutedUNet:
         except EngineRoomError as error:
             # The model's fault, not the engine's: others may go on with it.
             return Host(reason=Reason.WEIGHTS, text=error.message)
-        except torch.cuda.OutOfMemoryError as error:
-            return set_aside(self.pool, plan, Reason.MEMORY, shortfall(error))
         return None
 
     def close(self) -> None:

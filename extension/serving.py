@@ -16,6 +16,7 @@ from .building import BuildRequest, build_engine
 from .calibration import check_calibrated
 from .engine import get_backend
 from .engine.interface import Engine
+from .engine.scratch import scratch_bytes
 from .engine.turns import turns
 from .engine_state import Machine, State
 from .errors import EngineError, EngineRoomError, SettingError
@@ -124,6 +125,13 @@ def build_shared(
     return build_engine(library, request, on_progress=on_progress, cancel=cancel)
 
 
+def needed_bytes(entry: Entry) -> int:
+    """Bytes of GPU memory that an engine takes on top, without copies of weights."""
+    activations = entry.manifest.activation_bytes if entry.manifest else 0
+    weights = entry.bytes_on_disk if entry.key.weights == "baked" else 0
+    return weights + max(activations - scratch_bytes(), 0)
+
+
 def load_engine(library: Library, entry: Entry, target: Target) -> Engine:
     """Load an engine's verified bytes on the target's device, with the kernels of past starts.
 
@@ -206,6 +214,33 @@ def verify(
         },
     )
     return result
+
+
+def load_verified(
+    library: Library,
+    entry: Entry,
+    arch: Architecture,
+    target: Target,
+    *,
+    pause: Callable[[], None] = lambda: None,
+) -> Engine:
+    """``load_engine``; an engine that this machine has not verified yet is verified first.
+
+    The host may change its weights meanwhile, so that is done with random ones alone.
+
+    Raises:
+        ParityError: it computes something else than the model.
+        EngineRoomError: as ``load_engine`` and ``verify``, and whatever ``pause`` raises.
+    """
+    engine = load_engine(library, entry, target)
+    try:
+        if library.entry(entry.stem, target.machine).state is not State.READY:
+            verify(library, entry, engine, arch, None, target, pause=pause).require(entry.stem)
+        pause()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def candidate_of(entry: Entry, target: Target, *, ready: bool) -> Candidate:

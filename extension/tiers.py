@@ -19,8 +19,6 @@ from .architecture import Architecture
 from .build_history import BuildHistory
 from .building import BuildRequest, build_engine, shortage
 from .contest import HOST, host_is_timed, kind_of_engine
-from .engine.scratch import scratch_bytes
-from .engine_state import State
 from .errors import (
     CancelledError,
     EngineRoomError,
@@ -33,13 +31,14 @@ from .instant import InstantTier, stem_of
 from .key import EngineKey
 from .library import Entry, Library
 from .log import logger
-from .memory import HEADROOM, free_bytes, hwc8_bytes, require_free, shortfall
+from .memory import HEADROOM, free_bytes, require_free, shortfall
 from .pool import EnginePool
 from .progress import CancelToken, Progress
 from .router import INSTANT, Call
-from .serving import candidate_of, load_engine, verify
+from .serving import candidate_of, load_verified, needed_bytes
 from .tier_settings import TierSettings
 from .wanted import Event, Job, target_of
+from .weight_format import FormatChoice
 from .wishes import Wishes
 
 CLOSE_SECONDS = 20.0
@@ -70,7 +69,7 @@ class TierManager:
         self._record = FailureRecord(library.folder)
         self._wishes: Wishes[Job] = Wishes()
         self._jobs: dict[Hashable, tuple[Job, EngineKey] | None] = {}
-        self._formats: dict[EngineKey, EngineKey] = {}
+        self._formats = FormatChoice(pool)
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()
 
@@ -125,10 +124,7 @@ class TierManager:
     def _job_of(self, arch: Architecture, call: Call) -> tuple[Job, EngineKey] | None:
         """The job for a call, remembered; None where no backend can serve it (said once)."""
         name = (call.architecture, call.shape, call.dtype, call.device)
-        found = self._jobs.get(name)
-        if found is not None and found[1].stem in self.pool.lacking:
-            del self._jobs[name]
-        if name not in self._jobs:
+        if name not in self._jobs or self._lacks_copies(self._jobs[name]):
             try:
                 job = Job(arch=arch, shape=call.shape, target=target_of(call))
                 key = self.key(job)
@@ -142,6 +138,12 @@ class TierManager:
                 self._jobs[name] = None
         return self._jobs[name]
 
+    def _lacks_copies(self, found: tuple[Job, EngineKey] | None) -> bool:
+        """Whether the memory is too small for the copies of an engine: it has another key then."""
+        if found is None or found[1].conv3x3_format == "linear":
+            return False
+        return found[1].stem in self.pool.lacking
+
     def key(self, job: Job) -> EngineKey:
         """Key of the engine for a job: with copies of 3x3 weights only where memory allows."""
         if job.fingerprint:
@@ -152,19 +154,7 @@ class TierManager:
         bound = replace(copied, conv3x3_format="linear")
         if not self.settings.staging:
             return bound
-        if copied.stem in self.pool.lacking:
-            return bound
-        # Decided once: free memory changes from call to call.
-        if copied not in self._formats:
-            self._formats[copied] = self._fitting(job, copied, bound)
-        return self._formats[copied]
-
-    def _fitting(self, job: Job, copied: EngineKey, bound: EngineKey) -> EngineKey:
-        for key in (copied, bound):
-            if self.pool.holds(key.stem):
-                return key
-        room = free_bytes(job.target.device)
-        return copied if room > HEADROOM * hwc8_bytes(job.arch) else bound
+        return self._formats.choose(copied, bound, job.arch, job.target.device)
 
     def expected_seconds(self, job: Job, *, baked: bool = False) -> float:
         """What a build will take, by past builds on this machine."""
@@ -194,12 +184,12 @@ class TierManager:
             self.want(job, asked=False)
 
     def _given_up(self, stem: str) -> bool:
-        """Whether an engine has failed, or was set aside in service."""
+        """Whether an engine has failed or is loaded: where it misses calls, it was set aside."""
         return stem in self.failed or self.pool.holds(stem)
 
     def knows(self, stem: str) -> bool:
         """Whether an engine is loaded, on its way, or has failed."""
-        return stem in self.failed or stem in self._wishes or self.pool.holds(stem)
+        return stem in self._wishes or self._given_up(stem)
 
     def provide(
         self,
@@ -298,29 +288,16 @@ class TierManager:
         return build_engine(self.library, request, on_progress=show, cancel=cancel)
 
     def _load(self, job: Job, entry: Entry, cancel: CancelToken) -> None:
-        target, arch = job.target, job.arch
-        baked = entry.key.weights == "baked"
-        require_free(target.device, _needed(entry))
-        engine = load_engine(self.library, entry, target)
-        try:
-            if self.library.entry(entry.stem, target.machine).state is not State.READY:
-                # The host may change its weights meanwhile: random ones alone.
-                result = verify(
-                    self.library, entry, engine, arch, None, target, pause=cancel.raise_if_cancelled
-                )
-                result.require(entry.stem)
-            cancel.raise_if_cancelled()
-        except BaseException:
-            engine.close()
-            raise
-        budget = None
-        if target.device != "cpu":
-            budget = int(free_bytes(target.device) / HEADROOM)
+        target = job.target
+        pause = cancel.raise_if_cancelled
+        require_free(target.device, needed_bytes(entry))
+        engine = load_verified(self.library, entry, job.arch, target, pause=pause)
+        budget = None if target.device == "cpu" else int(free_bytes(target.device) / HEADROOM)
         self.pool.add(
             candidate_of(entry, target, ready=True),
             engine,
             staging_budget=budget,
-            resident_bytes=entry.bytes_on_disk if baked else 0,
+            resident_bytes=entry.bytes_on_disk if job.fingerprint else 0,
         )
         self.library.update_state(entry.stem, last_used=time.time())
 
@@ -368,13 +345,5 @@ class TierManager:
         self.pool.lacking.clear()
         self.instant.retry()
         self._jobs.clear()
-        self._formats.clear()
+        self._formats.forget()
         self.unable = ""
-
-
-def _needed(entry: Entry) -> int:
-    """Bytes of GPU memory that an engine takes on top, without copies of weights."""
-    activations = entry.manifest.activation_bytes if entry.manifest else 0
-    return max(activations - scratch_bytes(), 0) + (
-        entry.bytes_on_disk if entry.key.weights == "baked" else 0
-    )

@@ -25,14 +25,12 @@ class Merging(Host):
         super().__init__(folder)
         self.folder, self.asked = folder, []
         self.weights = random_weights(ARCH)
-        self.reading = self.held = False
         self.go = threading.Event()
         self.go.set()
 
     @contextlib.contextmanager
     def merged(self, loras, strength):
         self.asked.append((list(loras), strength))
-        self.reading = True
         self.go.wait(60)
         yield LiveModel(
             arch=ARCH,
@@ -41,7 +39,6 @@ class Merging(Host):
             source={},
             model={"prediction": "v"},
         )
-        self.reading = False
 
 
 @pytest.fixture

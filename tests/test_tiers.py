@@ -278,19 +278,19 @@ def test_copies_of_weights_only_where_memory_allows(manager, monkeypatch):
     need = hwc8_bytes(ARCH)
     for free, expected in ((need * 2, "hwc8"), (need, "linear"), (0, "linear")):
         manager.retry()
-        monkeypatch.setattr("extension.tiers.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr("extension.weight_format.free_bytes", lambda device, free=free: free)
         assert manager.key(JOB).conv3x3_format == expected
         # An engine is asked for and made by one key, however much is free in between.
-        monkeypatch.setattr("extension.tiers.free_bytes", lambda device: 3 * need)
+        monkeypatch.setattr("extension.weight_format.free_bytes", lambda device: 3 * need)
         assert manager.key(JOB).conv3x3_format == expected
     manager.settings = TierSettings(staging=False)
-    monkeypatch.setattr("extension.tiers.free_bytes", lambda device: need * 2)
+    monkeypatch.setattr("extension.weight_format.free_bytes", lambda device: need * 2)
     assert manager.key(JOB).conv3x3_format == "linear"
 
 
 def test_where_copies_do_not_fit_after_all_the_engine_without_them_is_next(manager, monkeypatch):
     monkeypatch.setattr(Target, "key", lambda self, arch, shape: HWC8)
-    monkeypatch.setattr("extension.tiers.free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("extension.weight_format.free_bytes", lambda device: 1 << 40)
     monkeypatch.setattr("extension.tiers.require_free", no_memory)
     on_disk = SimpleNamespace(key=HWC8, manifest=None, bytes_on_disk=0)
     monkeypatch.setattr(manager, "_entry", lambda *args: on_disk)

@@ -37,17 +37,19 @@ class Answers:
 
     def refresh(self, chosen: str | None = None) -> list[Any]:
         """Headline, table, ids: the one that was chosen stays so while it is there."""
-        ids = [row["id"] for row in facts.engine_rows(self.host)]
-        value = chosen if chosen in ids else next(iter(ids), None)
-        return [*self._facts(), self._update(choices=ids, value=value)]
+        ids = self._ids()
+        return self._view(ids, value=chosen if chosen in ids else next(iter(ids), None))
 
     def _beside(self) -> list[Any]:
         """As ``refresh``, for what goes on by itself: it never changes what is chosen."""
-        ids = [row["id"] for row in facts.engine_rows(self.host)]
-        return [*self._facts(), self._update(choices=ids)]
+        return self._view(self._ids())
 
-    def _facts(self) -> list[Any]:
-        return [facts.headline(self.host), facts.engines_html(self.host)]
+    def _ids(self) -> list[str]:
+        return [row["id"] for row in facts.engine_rows(self.host)]
+
+    def _view(self, ids: list[str], **picked: Any) -> list[Any]:
+        picker = self._update(choices=ids, **picked)
+        return [facts.headline(self.host), facts.engines_html(self.host), picker]
 
     def list_loras(self) -> Any:
         """The LoRAs that the host knows now."""
@@ -136,11 +138,11 @@ class Answers:
 
     def cancel(self) -> str:
         """Cancel what is being built or exported."""
-        tiers = self.host.room().tiers
-        busy = bool(tiers.wanted) or self._task is not None
+        tiers, task = self.host.room().tiers, self._task
+        busy = bool(tiers.wanted) or task is not None
         tiers.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        if task is not None:
+            task.cancel()
         return facts.progress_html(None, "Cancelled." if busy else "Nothing is being built.")
 
     def run_export(

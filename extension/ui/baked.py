@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 
-from ..baking import bake_pair
-from ..building import PAIR_PREFIX
-from ..files import ensure_folder, temporary_folder
+from ..baking import bake_pair, pair_folder
 from ..onnx_export import export_pair
 from ..progress import CancelToken, Progress
 from ..shapes import Shape
@@ -33,8 +30,7 @@ def bake_live(
     label = ", ".join([host.checkpoint() or "model", *(f"{n} x {strength:g}" for n in loras)])
     merged = {f"lora_{i}": f"{name} x {strength:g}" for i, name in enumerate(loras)}
     stems = []
-    folder = temporary_folder(ensure_folder(room.library.folder), PAIR_PREFIX)
-    try:
+    with pair_folder(room.library) as folder:
         with host.merged(loras, strength) as live:
             pair = export_pair(
                 live.weights, live.arch, folder, dtype=targets[0].dtype, cancel=cancel
@@ -42,8 +38,7 @@ def bake_live(
         for shape, target in zip(shapes, targets, strict=True):
             entry = bake_pair(
                 room.library,
-                folder,
-                pair.fingerprint,
+                pair,
                 live.arch,
                 shape,
                 target,
@@ -55,6 +50,4 @@ def bake_live(
             )
             room.tiers.failed.pop(entry.stem, None)
             stems.append(f"{shape.label}: {entry.stem}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return f"Baked {label}; {'; '.join(stems)}. Used whenever these very weights are loaded."

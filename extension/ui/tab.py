@@ -15,16 +15,13 @@ INTRODUCTION = (
 )
 
 
-def copyable(textbox: Any) -> dict[str, bool]:
-    """The argument for a copy button, where this gradio has one."""
-    known = inspect.signature(textbox.__init__).parameters
-    return {"show_copy_button": True} if "show_copy_button" in known else {}
+TOGETHER = {"concurrency_limit": None}  # several pages may wait in such an event
 
 
-def together(listener: Any) -> dict[str, None]:
-    """The argument for an event that several pages may wait in, where this gradio has one."""
-    known = inspect.signature(listener).parameters
-    return {"concurrency_limit": None} if "concurrency_limit" in known else {}
+def known(function: Any, **options: Any) -> dict[str, Any]:
+    """Those of ``options`` that ``function`` takes in this gradio."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 class Tab:
@@ -61,7 +58,7 @@ class Tab:
                 answers.run_build,
                 [*picked, *controls],
                 [progress, *shown, log],
-                **together(accelerate.click),
+                **known(accelerate.click, **TOGETHER),
             )
             # Not in gradio's queue, where it would wait for what it is to cancel.
             cancel.click(answers.cancel, None, progress, queue=False)
@@ -69,7 +66,9 @@ class Tab:
             blocks.load(answers.refresh, None, [headline, engines, chosen])
             blocks.load(answers.estimate, [weights, *controls], estimate)
             blocks.load(answers.list_loras, None, loras)
-            blocks.load(answers.watch, chosen, [progress, *shown, log], **together(blocks.load))
+            blocks.load(
+                answers.watch, chosen, [progress, *shown, log], **known(blocks.load, **TOGETHER)
+            )
         return blocks
 
     def _shape_controls(self) -> tuple[list[Any], Any, Any]:
@@ -168,7 +167,7 @@ class Tab:
                 label="Everything a bug report needs",
                 lines=4,
                 elem_id="engine_room_report",
-                **copyable(gr.Textbox),
+                **known(gr.Textbox.__init__, show_copy_button=True),
             )
             doctor = gr.Button("Examine this machine", elem_id="engine_room_doctor")
             install = gr.Button(

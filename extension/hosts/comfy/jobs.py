@@ -73,7 +73,7 @@ def build(model: Any, shape: Shape, *, precision: str = "") -> str:
     with _interruptible():
         ready = tiers.provide(job, on_progress=progress, cancel=progress.cancel)
     if not ready:
-        raise SettingError(f"No engine: {tiers.failed.get(key.stem, 'the host serves')}")
+        raise SettingError(f"No engine: {tiers.failed[key.stem]}")
     entry = room().library.entry(key.stem, job.target.machine)
     done = "was there already" if present else f"built in {time.monotonic() - started:.0f} s"
     return (
