@@ -20,6 +20,7 @@ from .dispatch import run_unet
 from .engine.interface import Engine
 from .engine.turns import turns
 from .errors import BadFileError, EngineError
+from .full_precision import reference_math
 from .ops_torch import TorchUNet
 from .parity import TIMESTEPS, ParityResult, limit_for, random_inputs
 from .safetensors_file import Entry, write_safetensors
@@ -48,7 +49,7 @@ def write_calibration(
     place, arch = torch.device(device), arch.for_shape(shape)
     exact, rounded = TorchUNet(arch, weights), TorchUNet(arch, weights, TORCH_DTYPES[dtype])
     tensors: dict[str, Tensor] = {}
-    with torch.autocast(place.type, enabled=False), torch.no_grad():
+    with reference_math(place):
         for seed, timestep in enumerate(TIMESTEPS):
             inputs = random_inputs(arch, shape, timestep, seed=seed, device=place)
             expected = run_unet(exact, inputs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .accuracy import relative_l2
 from .engine.turns import turns
+from .full_precision import reference_math
 from .model import Model
 from .ops_torch import TorchUNet
 from .picture import psnr, tile
@@ -120,7 +121,8 @@ def compare(
     second = Recorder(engine, target.device, keep=True)
     latents = [draw(model, unet, conditioning, settings, target) for unet in (first, second)]
     exact = TorchUNet(model.architecture, weights)
-    errors = [relative_l2(out, exact(*args)) for args, out in second.calls]
+    with reference_math(torch.device(target.device)):
+        errors = [relative_l2(out, exact(*args)) for args, out in second.calls]
     pictures = [tile(model.decode(latent)) for latent in latents]
     return Comparison(
         host_picture=pictures[0],

@@ -21,6 +21,7 @@ from .dispatch import Inputs, run_unet
 from .engine.interface import Engine
 from .engine.turns import turns
 from .errors import ParityError
+from .full_precision import reference_math
 from .onnx_graph import graph_inputs
 from .ops_torch import TorchUNet
 from .shapes import Shape
@@ -151,8 +152,7 @@ def check(
         EngineError: the weights cannot be bound.
     """
     place = torch.device(device)
-    # A host may have switched autocast on for its own calls.
-    with turns.work(), torch.autocast(place.type, enabled=False), torch.no_grad():
+    with turns.work(), reference_math(place):
         compared = _Comparison(engine, arch.for_shape(shape), shape, dtype, place, pause)
         for epoch, source in _sources(engine, arch, weights, dtype, place):
             compared.add(source, epoch, timesteps)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from extension.architecture import SDXL_REFINER, TINY, Architecture
 from extension.onnx_graph import graph_inputs
@@ -95,6 +95,20 @@ def control_of(inputs: dict[str, Tensor]) -> Control[Tensor] | None:
         middle=[inputs["control_middle_0"]],
         output=[inputs[f"control_output_{i}"] for i in range(count)],
     )
+
+
+def module_of(weights: dict[str, Tensor]) -> nn.Module:
+    """A module that holds these very tensors under their LDM names, and computes nothing."""
+    root = nn.Module()
+    for name, tensor in weights.items():
+        owner = root
+        *path, leaf = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return root
 
 
 def relative_l2(a: Tensor, b: Tensor) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -23,12 +25,14 @@ from extension.engine.scratch import free_scratch, scratch_of
 from extension.engine.torch_graph import TorchGraphEngine
 from extension.engine_state import State
 from extension.errors import EngineRoomError
+from extension.full_precision import reference_math
 from extension.library import Library
 from extension.ops_torch import TorchUNet
 from extension.pace import WINDOW
 from extension.parity import MOST_LIMIT, cast_inputs, check
 from extension.pool import EnginePool
 from extension.progress import CancelToken
+from extension.room import Room
 from extension.routed import RoutedUNet
 from extension.router import Reason
 from extension.serving import Target, build_shared, candidate_of, load_engine, verify
@@ -39,6 +43,7 @@ from extension.wanted import Job
 from tests.support_models import (
     SMALL,
     control_of,
+    module_of,
     random_inputs,
     random_weights,
     relative_l2,
@@ -406,6 +411,98 @@ def test_tiers_build_verify_and_serve(tmp_path, target):
     again.close()
     again.pool.close()
     manager.pool.close()
+
+
+def test_the_reference_is_full_fp32_whatever_the_host_allows(pool):
+    """TF32 rounds to 11 bits: such a reference would hide as much of an engine's error."""
+    weights, args = on_gpu(random_weights(ARCH), torch.float32), arguments(dtype=torch.float32)
+    double = {name: tensor.double() for name, tensor in weights.items()}
+    wide = [a.double() if torch.is_tensor(a) else a for a in args]
+    expected = TorchUNet(ARCH, double, torch.float64)(*wide)
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [setting.allow_tf32 for setting in settings]
+    try:
+        for setting in settings:
+            setting.allow_tf32 = True
+        rounded = relative_l2(exact(weights, args), expected)
+        with reference_math(torch.device(DEVICE)):
+            full = relative_l2(exact(weights, args), expected)
+        assert [setting.allow_tf32 for setting in settings] == [True, True]
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.allow_tf32 = value
+    # The timesteps' embedding is fp32 in all of them.
+    assert full < 1e-4 < rounded, (full, rounded)
+
+
+def test_weights_that_serve_for_long_get_a_baked_engine(tmp_path, target):
+    room = Room(tmp_path, TierSettings(after_calls=1, instant=False, promote_after=20))
+    weights, args = on_gpu(random_weights(ARCH)), arguments()
+    unet = module_of(weights)
+    served, expected = room.model(unet), exact(weights, args)
+
+    def call(epoch):
+        out = served.serve(*args, epoch=epoch, features=[])
+        room.pool.pace.rest()
+        assert out is None or relative_l2(out, expected) <= TOLERANCE
+        return room.counters.to_json()["engines"]
+
+    def baked():
+        return [e.stem for e in room.library.entries() if e.manifest and e.key.weights == "baked"]
+
+    deadline = time.monotonic() + 120
+    while not set(call(1)) & set(baked()):
+        assert time.monotonic() < deadline, (room.tiers.failed, room.counters.sentence)
+        time.sleep(0.01)
+    (stem,) = baked()
+    before = room.counters.to_json()["engines"][stem]
+    weights["out.2.bias"].add_(1)
+    expected = exact(weights, args)
+    assert call(2)[stem] == before
+    room.close()
+
+
+def test_memory_is_asked_for_before_an_engine_is_loaded(tmp_path, target, monkeypatch):
+    """All but some megabytes are taken by others; the host serves, and is told how much lacks."""
+    manager = TierManager(Library(tmp_path), EnginePool(), TierSettings(after_calls=1))
+    weights, args = on_gpu(random_weights(ARCH)), arguments()
+    job = Job(arch=ARCH, shape=SHAPE, target=target)
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    taken = torch.empty(free - (96 << 20), dtype=torch.uint8, device=DEVICE)
+    monkeypatch.setattr("extension.tiers.needed_bytes", lambda entry: 4 << 30)
+    assert not manager.provide(job)
+    (text,) = manager.failed.values()
+    assert re.search(r"needs 4\.29 GB, 0\.\d\d GB are free", text)
+    unet = routed(weights, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
+    assert relative_l2(unet(*args), exact(weights, args)) <= TOLERANCE
+    assert unet.counters.totals == (0, 1)
+    del taken
+    torch.cuda.empty_cache()
+    monkeypatch.undo()
+    manager.retry()
+    assert manager.provide(job)
+    manager.close()
+    manager.pool.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "bytes of another kind"])
+def test_kernels_that_are_refused_are_compiled_again_and_kept(tmp_path, target, damage):
+    library = Library(tmp_path)
+    entry = build_shared(library, ARCH, SHAPE, target)
+    load_engine(library, entry, target).close()
+    (path,) = tmp_path.glob("kernels-*.cache")
+    kept = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(kept[: len(kept) // 2])
+    else:
+        body = b"no kernels" * 1000
+        path.write_bytes(hashlib.sha256(body).digest() + body)
+    engine = load_engine(library, entry, target)
+    verify(library, entry, engine, ARCH, None, target).require(entry.stem)
+    engine.close()
+    again = path.read_bytes()
+    assert len(again) >= 0.9 * len(kept)
+    assert hashlib.sha256(again[32:]).digest() == again[:32]
 
 
 def test_a_host_may_wait_for_the_device_while_engines_are_made(tmp_path, target):

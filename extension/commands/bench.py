@@ -17,6 +17,7 @@ from ..accuracy import relative_l2
 from ..baking import bake_model
 from ..dispatch import run_unet
 from ..errors import EngineRoomError, SettingError
+from ..full_precision import reference_math
 from ..library import Library
 from ..model import Model
 from ..ops_torch import TorchUNet
@@ -95,7 +96,7 @@ def _contenders(
     weights = model.weights(loras, target.torch_dtype, target.device)
     place = torch.device(target.device)
     inputs = random_inputs(arch.for_shape(shape), shape, 500.0, seed=0, device=place)
-    with torch.no_grad():
+    with reference_math(place):
         expected = run_unet(TorchUNet(arch, weights), inputs)
     cast = cast_inputs(inputs, target.torch_dtype)
     plain = Contender(TORCH, lambda: run_unet(host_unet(arch, weights, target), cast))
