@@ -467,17 +467,19 @@ def test_memory_is_asked_for_before_an_engine_is_loaded(tmp_path, target, monkey
     manager = TierManager(Library(tmp_path), EnginePool(), TierSettings(after_calls=1))
     weights, args = on_gpu(random_weights(ARCH)), arguments()
     job = Job(arch=ARCH, shape=SHAPE, target=target)
-    free, _ = torch.cuda.mem_get_info(DEVICE)
-    taken = torch.empty(free - (96 << 20), dtype=torch.uint8, device=DEVICE)
     monkeypatch.setattr("extension.tiers.needed_bytes", lambda entry: 4 << 30)
-    assert not manager.provide(job)
-    (text,) = manager.failed.values()
-    assert re.search(r"needs 4\.29 GB, 0\.\d\d GB are free", text)
-    unet = routed(weights, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
-    assert relative_l2(unet(*args), exact(weights, args)) <= TOLERANCE
-    assert unet.counters.totals == (0, 1)
-    del taken
-    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    taken = [torch.empty(free - (96 << 20), dtype=torch.uint8, device=DEVICE)]
+    try:
+        assert not manager.provide(job)
+        (text,) = manager.failed.values()
+        assert re.search(r"needs 4\.29 GB, 0\.\d\d GB are free", text)
+        unet = routed(weights, manager.pool, on_miss=lambda call, answer: manager.miss(ARCH, call))
+        assert relative_l2(unet(*args), exact(weights, args)) <= TOLERANCE
+        assert unet.counters.totals == (0, 1)
+    finally:
+        taken.clear()
+        torch.cuda.empty_cache()
     monkeypatch.undo()
     manager.retry()
     assert manager.provide(job)
