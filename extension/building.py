@@ -75,7 +75,7 @@ def build_engine(
     if present is not None:
         return present
     ensure_folder(library.folder)
-    with library.lock(key.stem):
+    with library.lock(key.stem, pause=cancel.raise_if_cancelled):
         present = library.find(key)
         if present is not None:
             return present

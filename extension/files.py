@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{n}{i}" for n in ("COM", "LPT") for 
 FORBIDDEN = {*'<>:"|?*', *map(chr, range(32))}
 STALE_SECONDS = 86400.0
 BUSY_SECONDS, BUSY_POLL = 5.0, 0.05
+LOCK_POLL = 0.2
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -197,11 +199,14 @@ def sha256_file(path: Path, tick: Callable[[], None] = lambda: None) -> str:
 
 
 @contextlib.contextmanager
-def lock(path: Path, *, wait: float = -1) -> Iterator[None]:
+def lock(
+    path: Path, *, wait: float = math.inf, pause: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the operating system's lock on ``path``; it ends with the process, whatever happens.
 
     Args:
-        wait: seconds to wait; negative waits for ever.
+        wait: seconds to wait.
+        pause: called now and then while waiting; may raise to stop.
 
     Raises:
         LibraryError: another process still holds it.
@@ -210,12 +215,22 @@ def lock(path: Path, *, wait: float = -1) -> Iterator[None]:
         from filelock import FileLock, Timeout
     except ImportError as error:
         raise MissingPackageError.of("filelock", "to share a folder") from error
+    found, deadline = FileLock(str(path)), time.monotonic() + wait
     try:
-        with FileLock(str(path), timeout=wait):
-            yield
+        while not found.is_locked:
+            try:
+                found.acquire(timeout=max(0.0, min(LOCK_POLL, deadline - time.monotonic())))
+            except Timeout:
+                if time.monotonic() >= deadline:
+                    raise
+                pause()
     except Timeout as error:
         raise LibraryError(
             f"'{path.stem}' is in use by another program.", hint="Wait until it has finished."
         ) from error
     except OSError as error:
         raise write_failure(path, error) from error
+    try:
+        yield
+    finally:
+        found.release()

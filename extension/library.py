@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -84,10 +84,12 @@ class Library:
         return self.folder / f"{check_stem(stem)}.cal.safetensors"
 
     @contextlib.contextmanager
-    def lock(self, stem: str, *, wait: float = -1) -> Iterator[None]:
-        """Hold the engine's lock against every other process and thread."""
+    def lock(
+        self, stem: str, *, wait: float = math.inf, pause: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Hold the engine's lock against every other process and thread; see ``files.lock``."""
         ensure_folder(self.folder)
-        with lock(self.folder / f"{check_stem(stem)}.lock", wait=wait):
+        with lock(self.folder / f"{check_stem(stem)}.lock", wait=wait, pause=pause):
             yield
 
     def publish(self, temporary: Path, manifest: Manifest) -> Entry:

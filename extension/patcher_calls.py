@@ -28,6 +28,8 @@ ACTIVE_OPTIONS = {
     "block_inner_modifiers": "block modifiers",
     "group_norm_wrapper": "a group norm wrapper",
 }
+# What lies around the network may change it for the time of a call; these do not.
+KNOWN_WRAPPERS = {"engine_room", "easycache"}
 # The ControlNet itself, which the Forge family passes along for wrappers; the network ignores it.
 IGNORED_INPUTS = {"control_model"}
 
@@ -58,6 +60,10 @@ def active_features(
         if value:
             names = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else ""
             found.append(f"{words} ({names})" if names else words)
+    wrappers = (options.get("wrappers") or {}).get("diffusion_model") or {}
+    others = sorted(str(key or "unnamed") for key, made in wrappers.items() if made)
+    others = [key for key in others if key not in KNOWN_WRAPPERS]
+    found += [f"another node's wrapper around the UNet ({', '.join(others)})"] if others else []
     given = {n for n, value in extra.items() if value is not None} - IGNORED_INPUTS
     found += [f"the input '{name}'" for name in sorted(given)]
     unknown = set(control or {}) - CONTROL_PARTS

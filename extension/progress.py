@@ -41,10 +41,15 @@ ProgressSink = Callable[[Progress], None]
 
 
 class CancelToken:
-    """Set from any thread; looked at by the job."""
+    """Set from any thread; looked at by the job.
 
-    def __init__(self) -> None:
+    Args:
+        asked: a host's own request to stop, which is looked at as well.
+    """
+
+    def __init__(self, asked: Callable[[], bool] = lambda: False) -> None:
         self._event = threading.Event()
+        self._asked = asked
 
     def cancel(self) -> None:
         """Ask the job to stop."""
@@ -52,7 +57,9 @@ class CancelToken:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the job was asked to stop."""
+        """Whether the job was asked to stop; once it was, it stays so."""
+        if not self._event.is_set() and self._asked():
+            self._event.set()
         return self._event.is_set()
 
     def raise_if_cancelled(self) -> None:

@@ -61,6 +61,7 @@ class ServedModel:
     def __init__(self, room: Room, unet: nn.Module, resize: str) -> None:
         self._room = room
         self.refusal = ""
+        self.counters = Counters(parent=room.counters)
         self.policy = ""
         self.tier = "auto"
         self.precision = ""
@@ -85,8 +86,10 @@ class ServedModel:
             pool=room.pool,
             counters=room.counters,
             on_miss=self._miss,
+            explain=self._explain,
             on_served=self._served,
         )
+        self.counters = self.routed.counters
 
     def serve(self, x: Tensor, *args: Any, epoch: Hashable, features: list[str]) -> Tensor | None:
         """One call (x, timesteps, context, y, control); None where the host must serve.
@@ -95,6 +98,7 @@ class ServedModel:
             epoch: the weights epoch; the module is examined again when it changes.
         """
         if self.refusal:
+            self.count_refusal()
             return None
         precision = self.precision or DTYPE_NAMES.get(x.dtype, "")
         if (epoch, precision) != self._checked:
@@ -113,6 +117,10 @@ class ServedModel:
         self.routed.modes, self.routed.precision = MODES[self.tier], precision
         self.routed.set_weights(self.weights, epoch=epoch, fingerprint=fingerprint)
         return self.routed.serve(x, *args, features=features)
+
+    def count_refusal(self) -> None:
+        """Count a call of a model that no engine can ever serve."""
+        self.counters.count(Host(reason=Reason.MODEL, text=self.refusal))
 
     def whole_job(self, job: Callable[[], Tensor], device: torch.device | None = None) -> Tensor:
         """A sampling run, checked at its end; see ``RoutedUNet.whole_job``."""
@@ -138,13 +146,16 @@ class ServedModel:
             self.arch, call, policy=self.policy, on_progress=self.on_progress, cancel=self.cancel
         )
 
+    def _explain(self, call: Call) -> str:
+        return self._room.tiers.explain(self.require(), call)
+
     def _served(self, call: Call) -> None:
         self._room.promotions.note(self.require(), call, self.weights)
 
     @property
     def sentence(self) -> str:
         """What happened to its calls, for people."""
-        return self.refusal or self.routed.counters.sentence
+        return self.refusal or self.counters.sentence
 
 
 class Room:

@@ -49,6 +49,7 @@ class RoutedUNet:
         counters: of all models of the process, counted too.
         on_miss: called with a call that no engine serves yet and why; may load one, and returns
             whether routing should be tried again.
+        explain: why there is no engine yet for a call that misses one, or empty.
         on_served: called with every call that an engine has served.
     """
 
@@ -63,6 +64,7 @@ class RoutedUNet:
         pool: EnginePool | None = None,
         counters: Counters | None = None,
         on_miss: Callable[[Call, Host], bool] = lambda call, answer: False,
+        explain: Callable[[Call], str] = lambda call: "",
         on_served: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self.arch = arch
@@ -70,7 +72,7 @@ class RoutedUNet:
         self.counters = Counters(parent=counters)
         self.last_binding: BindingReport | None = None
         self.pool = pool or EnginePool()
-        self._on_miss, self._on_served = on_miss, on_served
+        self._on_miss, self._explain, self._on_served = on_miss, explain, on_served
         self.modes: tuple[str, ...] = ("shared", "baked")
         self.precision = ""
         self._identity = object()
@@ -198,6 +200,9 @@ class RoutedUNet:
         missing = isinstance(answer, Host) and answer.reason in MISSING
         if isinstance(answer, Host) and missing and self._on_miss(call, answer):
             answer = route(built, self.pool.candidates())
+        elif isinstance(answer, Host) and missing:
+            why = self._explain(call)
+            answer = replace(answer, text=f"{answer.text} ({why.rstrip('.')})") if why else answer
         if INSTANT in call.modes:
             # One that the miss has made meanwhile serves from the next call on.
             instant = route(replace(call, modes=(INSTANT,)), candidates)

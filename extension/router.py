@@ -36,6 +36,7 @@ class Reason(Enum):
     ENGINE_FAILED = "engine-failed"
     NOT_FINITE = "not-finite"
     SLOWER = "slower"
+    MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +301,16 @@ class Counters:
         with self._lock:
             self.served.clear()
             self.host.clear()
+
+    def copy(self) -> Counters:
+        """The counts as they are now."""
+        with self._lock:
+            return Counters(served=self.served.copy(), host=self.host.copy())
+
+    def since(self, before: Counters) -> Counters:
+        """What was counted after ``before`` was copied."""
+        now = self.copy()
+        return Counters(served=now.served - before.served, host=now.host - before.host)
 
     @property
     def totals(self) -> tuple[int, int]:

@@ -33,8 +33,8 @@ def status(room: Room, device: str) -> dict[str, Any]:
         "served": counts["served"],
         "host": counts["host"],
         "reasons": counts["reasons"],
-        "refusals": [model.refusal for model in room.models() if model.refusal],
         "wanted": room.tiers.wanted,
+        "progress": _progress(room),
         "failed": dict(room.tiers.failed),
         "memory_bytes": room.pool.nbytes,
         "log": list(room.lines),
@@ -46,6 +46,21 @@ def status(room: Room, device: str) -> dict[str, Any]:
             }
             for entry in room.library.entries(machine)
         ],
+    }
+
+
+def _progress(room: Room) -> dict[str, Any]:
+    """How far the engines are that are being made ready, by stem."""
+    events = [room.events[stem] for stem in room.tiers.wanted if stem in room.events]
+    return {
+        event.stem: {
+            "label": event.label,
+            "phase": event.progress.phase if event.progress else event.kind,
+            "fraction": event.progress.fraction if event.progress else None,
+            "remaining": event.progress.remaining if event.progress else None,
+        }
+        for event in events
+        if event.kind in ("building", "loading")
     }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -42,6 +43,7 @@ from .weight_format import FormatChoice
 from .wishes import Wishes
 
 CLOSE_SECONDS = 20.0
+POLL_SECONDS = 0.1
 
 
 class TierManager:
@@ -111,6 +113,18 @@ class TierManager:
         if present or (enough and self._has_room()):
             self.want(job, asked=False)
         return False
+
+    def explain(self, arch: Architecture, call: Call) -> str:
+        """Why a call that misses an engine has none yet; empty where nothing more is known."""
+        if "shared" not in call.modes:
+            return ""
+        found = self._job_of(arch, call)
+        if found is None:
+            return self.unable
+        stem = found[1].stem
+        if stem in self.failed:
+            return self.failed[stem]
+        return "it is being made ready" if stem in self._wishes else self.short
 
     def _has_room(self) -> bool:
         """Whether a build that nobody asked for may start now; where not, it is said once."""
@@ -215,7 +229,7 @@ class TierManager:
             on_progress(progress)
             tell("building", progress=progress)
 
-        with self._working, self.pool.pace.disturbed():
+        with self._turn(cancel), self.pool.pace.disturbed():
             if self.pool.holds(key.stem):
                 return True
             try:
@@ -246,6 +260,17 @@ class TierManager:
         self._drop_instant(key, job.target.device)
         self._trim(key.stem)
         return True
+
+    @contextmanager
+    def _turn(self, cancel: CancelToken | None) -> Iterator[None]:
+        """One engine is made at a time; who waits for that may give up."""
+        while not self._working.acquire(timeout=POLL_SECONDS):
+            if cancel is not None:
+                cancel.raise_if_cancelled()
+        try:
+            yield
+        finally:
+            self._working.release()
 
     def _lack(self, stem: str, label: str, text: str, tell: Callable[[str, str], None]) -> None:
         """Too little GPU memory for an engine: one without copies may still fit."""

@@ -1,6 +1,6 @@
 """The nodes that make files: an engine, or an ONNX pair."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .model import CATEGORY, MODEL_TIP, PRECISION_TIP, PRECISIONS
 
@@ -15,6 +15,7 @@ class EngineRoomBuild:
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = ("The model, routed through engines.", "What was built, in words.")
+    _made: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -66,7 +67,17 @@ class EngineRoomBuild:
                 ),
                 "precision": (PRECISIONS, {"tooltip": PRECISION_TIP}),
             },
+            "hidden": {"node": "UNIQUE_ID"},
         }
+
+    @classmethod
+    def IS_CHANGED(cls, node: str = "", **inputs: Any) -> Any:
+        """Run again once the engine that this node made last is deleted."""
+        from ..extension.hosts.comfy.room import room
+
+        stem = cls._made.get(str(node))
+        gone = stem is not None and not room().library.engine_path(stem).exists()
+        return float("nan") if gone else ""
 
     def build(
         self,
@@ -79,10 +90,11 @@ class EngineRoomBuild:
         controlnet: bool,
         weights: str = "shared",
         precision: str = PRECISIONS[0],
+        node: str = "",
     ) -> dict[str, Any]:
         """Build, verify and load; the report is also shown on the node."""
         from ..extension.hosts.comfy import jobs
-        from ..extension.hosts.comfy.routing import route
+        from ..extension.hosts.comfy.routing import keep_or_route
         from ..extension.shapes import Shape, tokens_for_chunks
 
         shape = Shape.from_pixels(
@@ -94,8 +106,8 @@ class EngineRoomBuild:
         )
         chosen = "" if precision == PRECISIONS[0] else precision
         work = jobs.bake if weights == "baked" else jobs.build
-        report = work(model, shape, precision=chosen)
-        routed = route(model, policy="background", precision=chosen)
+        self._made[str(node)], report = work(model, shape, precision=chosen)
+        routed = keep_or_route(model, precision=chosen)
         return {"ui": {"text": [report]}, "result": (routed, report)}
 
 
@@ -120,12 +132,13 @@ class EngineRoomExport:
                     "STRING",
                     {"default": "onnx/model", "tooltip": "A name inside the output folder."},
                 ),
-            }
+            },
+            "optional": {"precision": (PRECISIONS[1:], {"tooltip": "Of the weights in the file."})},
         }
 
-    def export(self, model: Any, folder: str) -> dict[str, Any]:
+    def export(self, model: Any, folder: str, precision: str = PRECISIONS[1]) -> dict[str, Any]:
         """Export; the path is also shown on the node."""
         from ..extension.hosts.comfy import jobs
 
-        path = jobs.export(model, folder)
+        path = jobs.export(model, folder, precision)
         return {"ui": {"text": [path]}, "result": (path,)}

@@ -51,16 +51,22 @@ class EngineRoomModel:
                 ),
             },
             "optional": {"precision": (PRECISIONS, {"tooltip": PRECISION_TIP})},
+            "hidden": {"node": "UNIQUE_ID"},
         }
 
     def apply(
-        self, model: Any, tier: str, when_missing: str, precision: str = PRECISIONS[0]
+        self,
+        model: Any,
+        tier: str,
+        when_missing: str,
+        precision: str = PRECISIONS[0],
+        node: str = "",
     ) -> tuple[Any]:
-        """Return a clone of ``model`` with or without routing."""
+        """Return a clone of ``model`` with or without routing; the node tells how it went."""
         from ..extension.hosts.comfy.routing import route, unroute
 
         if tier == "off":
             return (unroute(model),)
         chosen = "" if precision == PRECISIONS[0] else precision
         policy = POLICIES[when_missing]
-        return (route(model, policy=policy, tier=tier, precision=chosen),)
+        return (route(model, policy=policy, tier=tier, precision=chosen, node=str(node)),)

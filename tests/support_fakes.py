@@ -97,16 +97,37 @@ class Kinds:
 
 
 class Executor:
-    """comfy.patcher_extension.WrapperExecutor: each wrapper gets the next as its executor."""
+    """comfy.patcher_extension.WrapperExecutor: each wrapper gets its own as its executor."""
 
-    def __init__(self, original, wrappers, owner=None):
-        self.original, self.wrappers, self.class_obj = original, wrappers, owner
+    def __init__(self, original, owner, wrappers, idx=0):
+        self.original, self.class_obj, self.wrappers, self.idx = original, owner, wrappers, idx
+
+    @classmethod
+    def new_class_executor(cls, original, owner, wrappers):
+        return cls(original, owner, wrappers)
 
     def __call__(self, *args, **kwargs):
-        if not self.wrappers:
+        following = Executor(self.original, self.class_obj, self.wrappers, self.idx + 1)
+        return following.execute(*args, **kwargs)
+
+    def execute(self, *args, **kwargs):
+        if self.idx == len(self.wrappers):
             return self.original(*args, **kwargs)
-        rest = Executor(self.original, self.wrappers[1:], self.class_obj)
-        return self.wrappers[0](rest, *args, **kwargs)
+        return self.wrappers[self.idx](self, *args, **kwargs)
+
+
+class ComfyPage:
+    """server.PromptServer: what it sends to browsers is kept."""
+
+    def __init__(self):
+        self.last_node_id = "7"
+        self.sent, self.said = [], []
+
+    def send_sync(self, event, data):
+        self.sent.append((event, data))
+
+    def send_progress_text(self, text, node):
+        self.said.append((node, text))
 
 
 class ComfyPatcher:
@@ -139,6 +160,9 @@ class ComfyPatcher:
 
     def add_callback_with_key(self, kind, key, callback):
         self.callbacks[kind][key].append(callback)
+
+    def get_wrappers(self, kind, key):
+        return self.wrappers[kind].get(key, [])
 
     def remove_wrappers_with_key(self, kind, key):
         self.wrappers[kind].pop(key, None)
@@ -189,15 +213,16 @@ class ComfyPatcher:
     def sample(self, sampler, noise):
         self.model.current_patcher = self
         self.tell(Kinds.ON_PRE_RUN)
-        executor = Executor(sampler, self.chain(Kinds.SAMPLER_SAMPLE))
-        return executor(self, None, {}, None, noise)
+        executor = Executor(sampler, None, self.chain(Kinds.SAMPLER_SAMPLE))
+        return executor.execute(self, None, {}, None, noise)
 
     def call(self, x, timesteps, context, control, patches, extra):
-        options = {"patches": patches or {}, "wrappers": {}}
+        kind = Kinds.DIFFUSION_MODEL
+        options = {"patches": patches or {}, "wrappers": {kind: dict(self.wrappers[kind])}}
         lists = {part: list(found) for part, found in control.items()} if control else None
         unet = self.model.diffusion_model
-        executor = Executor(unet.forward, self.chain(Kinds.DIFFUSION_MODEL), unet)
-        return executor(x, timesteps, context, None, lists, options, **extra)
+        executor = Executor(unet.forward, unet, self.chain(kind))
+        return executor.execute(x, timesteps, context, None, lists, options, **extra)
 
 
 class DynamicPatcher(ComfyPatcher):
@@ -262,8 +287,12 @@ def comfy(monkeypatch, folder):
         "comfy.model_patcher": module("comfy.model_patcher", ModelPatcher=ComfyPatcher),
         "comfy.utils": module("comfy.utils", ProgressBar=bar),
         "comfy.patcher_extension": module(
-            "comfy.patcher_extension", CallbacksMP=Kinds, WrappersMP=Kinds
+            "comfy.patcher_extension",
+            CallbacksMP=Kinds,
+            WrappersMP=Kinds,
+            WrapperExecutor=Executor,
         ),
+        "server": module("server", PromptServer=types.SimpleNamespace(instance=ComfyPage())),
         "folder_paths": module("folder_paths", models_dir=str(folder)),
     }
     install(monkeypatch, fakes)

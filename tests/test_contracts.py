@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -120,11 +122,71 @@ def test_comfyui_other_networks_get_their_arguments_untouched(comfy, caplog, cou
         got.append((args, named))
         return "drawn"
 
-    network.class_obj = torch.nn.Linear(2, 2)
     routed = routing.Routing(patcher, policy="wait", tier="auto", precision="")
-    assert routed(network, *args, **named) == "drawn"
+    executor = fakes.Executor(network, torch.nn.Linear(2, 2), [routed])
+    assert executor.execute(*args, **named) == "drawn"
     assert got == [(args, named)]
     assert "failed" not in caplog.text
+    (reason,) = routing.room().counters.to_json()["reasons"]
+    assert (reason["code"], reason["count"]) == ("model", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "engine served 2 of 2 calls"),
+        ({"patches": {"attn2_patch": [print]}}, "0 of 2 calls; 2 to the host: .*attn2_patch"),
+        ({"policy": "never"}, "0 of 2 calls; 2 to the host: no engine"),
+    ],
+)
+def test_comfyui_the_node_tells_what_happened_in_the_run(comfy, options, words):
+    patcher, routing = comfy
+    page = sys.modules["server"].PromptServer.instance
+    routed = routing.route(patcher, policy=options.pop("policy", "wait"), node="12")
+    for _ in range(2):
+        routed.run(*call_of(), calls=2, **options)
+    assert len(page.sent) == 2
+    for event, data in page.sent:
+        assert (event, data["node"]) == ("engine_room.report", "12")
+        assert re.search(words, data["text"])
+    said = {text for node, text in page.said if node == page.last_node_id}
+    assert bool(said) == words.startswith("engine served"), said
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("key", "expected"), [("easycache", (1, 0)), ("odd", (0, 1))])
+def test_comfyui_wrappers_of_other_nodes_stay_around_the_network(comfy, key, first, expected):
+    """Those that only look at input and output go with engines; others may change the network."""
+    patcher, routing = comfy
+
+    def halved(executor, *args, **named):
+        return executor(*args, **named) * 0.5
+
+    reference = patcher.run(*call_of()) * 0.5
+    kind = fakes.Kinds.DIFFUSION_MODEL
+    if first:
+        patcher.add_wrapper_with_key(kind, key, halved)
+    routed = routing.route(patcher, policy="wait")
+    if not first:
+        routed.add_wrapper_with_key(kind, key, halved)
+    unet = patcher.model.diffusion_model
+    out, counts = counted(routing.room(), unet, lambda: routed.run(*call_of()))
+    assert relative_l2(out, reference) <= TOLERANCE
+    assert counts == expected
+    texts = [reason["text"] for reason in routing.room().counters.to_json()["reasons"]]
+    assert any(f"wrapper around the UNet ({key})" in text for text in texts) == (key == "odd")
+
+
+def test_comfyui_a_node_after_another_keeps_its_choices(comfy):
+    patcher, routing = comfy
+    chosen = routing.route(patcher, policy="never", tier="shared", node="3")
+    assert routing.keep_or_route(chosen) is chosen
+    other = routing.routing_of(routing.keep_or_route(chosen, "fp16"))
+    assert (other.policy, other.tier, other.precision) == ("never", "shared", "fp16")
+    waits = routing.routing_of(routing.waiting(chosen))
+    assert (waits.policy, waits.tier) == ("wait", "shared")
+    fresh = routing.routing_of(routing.keep_or_route(patcher, "bf16"))
+    assert (fresh.policy, fresh.tier, fresh.precision) == ("background", "auto", "bf16")
 
 
 def test_comfyui_hooks_make_every_call_an_epoch(comfy):
@@ -174,6 +236,28 @@ def test_comfyui_dynamic_vram_is_given_up_where_the_model_fits(comfy, free, is_d
     out, counts = counted(routing.room(), unet, lambda: routed.run(*call_of()))
     assert relative_l2(out, reference) <= TOLERANCE
     assert counts == ((0, 1) if is_dynamic else (1, 0))
+
+
+def test_comfyui_dynamic_vram_that_cannot_be_given_up_stays_with_the_host(comfy):
+    """The host makes the older form from the model's file, which it does not always know."""
+    patcher, routing = comfy
+    routing.comfy.model_management.get_free_memory = lambda device: 1 << 40
+
+    class Fileless(fakes.DynamicPatcher):
+        def clone(self, disable_dynamic=False):
+            if disable_dynamic:
+                raise RuntimeError("no file to load from")
+            made = super().clone()
+            made.__class__ = Fileless
+            return made
+
+    routed = routing.route(Fileless(patcher.model), policy="wait")
+    assert routed.is_dynamic()
+    out, counts = counted(
+        routing.room(), patcher.model.diffusion_model, lambda: routed.run(*call_of())
+    )
+    assert relative_l2(out, patcher.run(*call_of())) <= TOLERANCE
+    assert counts == (0, 1)
 
 
 class Spoiling:

@@ -266,6 +266,52 @@ def test_cancelling_a_build_that_is_waited_for(manager, monkeypatch):
         manager.miss(ARCH, call(), policy="wait", cancel=token)
 
 
+@pytest.mark.parametrize("behind", ["another build", "another program"])
+def test_cancelling_what_waits_behind_another(manager, behind):
+    asked = threading.Event()
+    token = CancelToken(asked.is_set)
+    stem = manager.key(JOB).stem
+    other = manager._turn(None) if behind == "another build" else manager.library.lock(stem)
+    timer = threading.Timer(0.3, asked.set)
+    with other:
+        timer.start()
+        with pytest.raises(CancelledError):
+            manager.provide(JOB, cancel=token)
+    assert manager.provide(JOB)
+
+
+def test_a_request_to_stop_is_kept():
+    """A host clears its own as soon as something has noticed it."""
+    asked = [True]
+    token = CancelToken(lambda: asked[0])
+    assert token.cancelled
+    asked[0] = False
+    assert token.cancelled
+    with pytest.raises(CancelledError):
+        token.raise_if_cancelled()
+    assert not CancelToken().cancelled
+
+
+def test_why_there_is_no_engine_yet(manager, monkeypatch):
+    assert manager.explain(ARCH, call()) == ""
+    stem = manager.key(JOB).stem
+    manager.failed[stem] = "The compiler crashed."
+    assert manager.explain(ARCH, call()) == "The compiler crashed."
+    assert manager.explain(ARCH, call(modes=("baked",))) == ""
+    manager.retry()
+    with manager._turn(None):
+        manager.want(JOB)
+        assert manager.explain(ARCH, call()) == "it is being made ready"
+        manager.cancel()
+    assert manager.wait(10)
+    manager.retry()
+    monkeypatch.setattr("extension.tiers.shortage", lambda folder: "the disk is full")
+    for _ in range(3):
+        manager.miss(ARCH, call())
+    assert "the disk is full" in manager.explain(ARCH, call())
+    assert "float64" in manager.explain(ARCH, call(dtype="torch.float64"))
+
+
 def test_settings_that_cannot_be():
     for fields in ({"policy": "sometimes"}, {"after_calls": 0}, {"after_calls": 10**6}):
         with pytest.raises(SettingError):

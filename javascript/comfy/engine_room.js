@@ -18,6 +18,17 @@ function showReport(node, text) {
   node.setDirtyCanvas?.(true, true);
 }
 
+// A node inside subgraphs has the ids of its owners before its own: "12:3".
+function findNode(id) {
+  let graph = app.graph;
+  let node = null;
+  for (const part of String(id).split(":")) {
+    node = graph?.getNodeById(Number(part));
+    graph = node?.subgraph;
+  }
+  return node;
+}
+
 function element(kind, text, parent) {
   const made = document.createElement(kind);
   made.textContent = text ?? "";
@@ -32,6 +43,21 @@ async function post(path, body) {
     body: JSON.stringify(body ?? {}),
   });
   return answer.json();
+}
+
+// What the sidebar says about an engine, in words.
+function factsOf(engine) {
+  const facts = [engine.text, `${(engine.bytes / 1e6).toFixed(1)} MB`];
+  if (engine.loaded) {
+    facts.push("in memory");
+  }
+  if (engine.speed) {
+    facts.push(`${engine.speed.toFixed(1)} times as fast as the host`);
+  }
+  if (Number.isFinite(engine.last_used)) {
+    facts.push(`last used ${new Date(1000 * engine.last_used).toLocaleString()}`);
+  }
+  return facts;
 }
 
 class Panel {
@@ -102,7 +128,7 @@ class Panel {
       this.button(view, "Install TensorRT (up to 1 GB)", () => post("install"));
     }
     this.list(view, "By the host", status.reasons.map((r) => `${r.count}: ${r.text}`));
-    this.list(view, "Being made ready", status.wanted);
+    this.progress(view, status.wanted, status.progress);
     this.list(view, "Failed", Object.entries(status.failed).map(([id, why]) => `${id}: ${why}`));
     if (status.wanted.length) {
       this.button(view, "Cancel builds", () => post("cancel"));
@@ -112,11 +138,29 @@ class Panel {
       const row = element("div", "", view);
       row.style.cssText = "border-top:1px solid currentColor;padding:6px 0";
       element("div", engine.label || engine.id, row).style.fontWeight = "bold";
-      const size = `${(engine.bytes / 1e6).toFixed(1)} MB`;
-      element("div", `${engine.text}, ${size}${engine.loaded ? ", in memory" : ""}`, row);
+      element("div", factsOf(engine).join(", "), row);
       this.button(row, "Delete", () => post("remove", { id: engine.id }), engine.label);
     }
     this.body.replaceChildren(view);
+  }
+
+  progress(view, wanted, moments) {
+    if (!wanted.length) {
+      return;
+    }
+    element("h4", "Being made ready", view);
+    for (const id of wanted) {
+      const moment = moments[id];
+      const left = moment?.remaining ? `, about ${Math.ceil(moment.remaining)} s left` : "";
+      const words = moment ? `${moment.label}: ${moment.phase}${left}` : `${id}: waits`;
+      element("div", words, view);
+      if (moment && moment.fraction !== null) {
+        const bar = element("progress", "", view);
+        bar.value = moment.fraction;
+        bar.style.width = "100%";
+        bar.setAttribute("aria-label", words);
+      }
+    }
   }
 
   list(view, title, lines) {
@@ -153,6 +197,12 @@ app.registerExtension({
     };
   },
   setup() {
+    api.addEventListener("engine_room.report", ({ detail }) => {
+      const node = findNode(detail.node);
+      if (node) {
+        showReport(node, detail.text);
+      }
+    });
     app.extensionManager?.registerSidebarTab?.({
       id: "engine-room",
       icon: "pi pi-bolt",

@@ -6,19 +6,30 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import comfy.lora
+import comfy.model_management
 import torch
 from torch import Tensor
 
 PREFIX = "diffusion_model."
 
 
-class PatchedWeights(Mapping[str, Tensor]):
-    """LDM name to merged tensor (fp32 where patched), computed when asked for.
+def merge_dtype(device: torch.device) -> torch.dtype:
+    """What the host adds LoRAs in; newer ones choose by device."""
+    chosen = getattr(comfy.model_management, "lora_compute_dtype", None)
+    found: torch.dtype = chosen(device) if chosen else torch.float32
+    return found
 
-    The host's own merge: its dequantisation, then its LoRA code, over the unpatched weights.
+
+class PatchedWeights(Mapping[str, Tensor]):
+    """LDM name to merged tensor, computed when asked for.
+
+    The host's own merge, as it loads a model (``ModelPatcher.patch_weight_to_device``): on the
+    same device, in the same precision and rounded in the same way, so that the results are the
+    live weights bit by bit. Weights in fp8 become fp32.
     """
 
     def __init__(self, patcher: Any) -> None:
+        self._device = patcher.load_device
         self._entries = {
             name.removeprefix(PREFIX): entry
             for name, entry in patcher.get_key_patches(PREFIX).items()
@@ -29,11 +40,12 @@ class PatchedWeights(Mapping[str, Tensor]):
         (weight, convert), *patches = self._entries[name]
         plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype.itemsize > 1
         merged: Tensor = weight.detach()
-        if patches or not plain:
-            merged = convert(merged.to(torch.float32, copy=True), inplace=True)
         if patches:
+            merged = merged.to(self._device, merge_dtype(self._device), copy=True)
+            merged = convert(merged, inplace=True)
             merged = comfy.lora.calculate_weight(patches, merged, PREFIX + name)
-        return merged
+            return merged.to(weight.dtype) if plain else merged
+        return merged if plain else convert(merged.to(torch.float32, copy=True), inplace=True)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -60,13 +60,12 @@ class JobProgress:
     """A build that a picture waits for: shown in the host's progress text, ended by Interrupt."""
 
     def __init__(self) -> None:
-        self.cancel = CancelToken()
+        state = shared.state
+        self.cancel = CancelToken(lambda: bool(state.interrupted or state.skipped))
 
     def __call__(self, progress: Progress) -> None:
         """Show a moment of the build."""
         shared.state.textinfo = f"TensorRT engine: {progress.phase} {progress.fraction:.0%}"
-        if shared.state.interrupted or shared.state.skipped:
-            self.cancel.cancel()
 
 
 def serve(
